@@ -1,0 +1,147 @@
+"""The operators of a step graph: attention over fixed caches, and writes into declared state.
+
+Every mutation in a step graph goes through one of these, so a graph shows all it writes in its
+schema (``Tensor(a!)``). They are opaque to tracing: a backend replaces their kernels, not the graph.
+The implementations here are the reference. They run anywhere and never look at a length on the host
+unless the tensors already are on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIB = torch.library.Library("specc", "DEF")
+
+# attend: rows write their K/V into the caches, then each row reads cache rows first..last of its slot.
+# An interval per row covers causal rows, sliding windows (of any rule) and bidirectional blocks alike,
+# so one operator serves targets and every drafter.
+_LIB.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+    "Tensor slot, Tensor cache_row, Tensor first, Tensor last, float scale, "
+    "float? softcap=None, Tensor? sinks=None) -> Tensor"
+)
+# write_rows: cache[slot, :, cache_row] = value, for K/V that are stored without attending.
+_LIB.define("write_rows(Tensor(a!) cache, Tensor value, Tensor slot, Tensor cache_row) -> ()")
+# put: buffer[slot, column] = value, for token histories and per-slot rings.
+_LIB.define("put(Tensor(a!) buffer, Tensor value, Tensor slot, Tensor column) -> ()")
+# store: state = value, whole.
+_LIB.define("store(Tensor(a!) state, Tensor value) -> ()")
+
+
+def _attend_slot(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, last: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:
+    """Attend rows of one slot: query [rows, heads, size], key and value [kv_heads, live, size]."""
+    index = torch.arange(key.shape[1], device=key.device)
+    visible = (index >= first[:, None]) & (index <= last[:, None])  # [rows, live]
+    if softcap is None and sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key[None], value[None], attn_mask=visible[None, None],
+            scale=scale, enable_gqa=key.shape[0] != query.shape[1],
+        )
+        return out[0].transpose(0, 1)
+    groups = query.shape[1] // key.shape[0]
+    rows = query.shape[0]
+    grouped = query.view(rows, key.shape[0], groups, -1).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (grouped @ key.transpose(-1, -2)).float().view(key.shape[0], groups, rows, -1) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(key.shape[0], groups, 1, 1).expand(-1, -1, rows, 1)
+        probs = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    out = probs.to(value.dtype).flatten(1, 2) @ value
+    return out.view(key.shape[0], groups, rows, -1).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_host(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """Run attend on the CPU, reading only live cache rows: lengths are already on the host here."""
+    key_cache[slot, :, cache_row] = key
+    value_cache[slot, :, cache_row] = value
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+    owners = slot.tolist()
+    begin = 0
+    for end in range(1, len(owners) + 1):
+        if end < len(owners) and owners[end] == owners[begin]:
+            continue
+        rows = slice(begin, end)
+        low, high = int(first[rows].min()), int(last[rows].max()) + 1
+        out[rows] = _attend_slot(
+            query[rows], key_cache[owners[begin], :, low:high], value_cache[owners[begin], :, low:high],
+            first[rows] - low, last[rows] - low, scale, softcap, sinks,
+        )
+        begin = end
+    return out
+
+
+def _attend_device(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """Run attend without any host read: every row sees its slot's whole cache through a mask."""
+    key_cache[slot, :, cache_row] = key
+    value_cache[slot, :, cache_row] = value
+    keys, values = key_cache[slot].float(), value_cache[slot].float()  # [rows, kv_heads, cache, size]
+    rows, groups = query.shape[0], query.shape[1] // key.shape[1]
+    index = torch.arange(keys.shape[2], device=keys.device)
+    visible = ((index >= first[:, None]) & (index <= last[:, None]))[:, None, None]
+    # Rows nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
+    values = values.masked_fill(~visible[:, :, 0, :, None], 0.0)
+    grouped = query.float().view(rows, key.shape[1], groups, -1)
+    scores = torch.einsum("nhgd,nhrd->nhgr", grouped, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(1, key.shape[1], groups, 1).expand(rows, -1, -1, 1)
+        probs = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    out = torch.einsum("nhgr,nhrd->nhgd", probs, values)
+    return out.flatten(1, 2).to(query.dtype)
+
+
+def _write_rows(cache: Tensor, value: Tensor, slot: Tensor, cache_row: Tensor) -> None:
+    cache[slot, :, cache_row] = value.to(cache.dtype)
+
+
+def _put(buffer: Tensor, value: Tensor, slot: Tensor, column: Tensor) -> None:
+    buffer[slot, column] = value.to(buffer.dtype)
+
+
+def _store(state: Tensor, value: Tensor) -> None:
+    state.copy_(value)
+
+
+def _attend_fake(
+    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
+    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+_LIB.impl("attend", _attend_host, "CPU")
+_LIB.impl("attend", _attend_device, "CUDA")
+for _name, _kernel in (("write_rows", _write_rows), ("put", _put), ("store", _store)):
+    _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"specc::{_name}", lambda *_: None, lib=_LIB)
+torch.library.register_fake("specc::attend", _attend_fake, lib=_LIB)
+
+attend = torch.ops.specc.attend
+write_rows = torch.ops.specc.write_rows
+put = torch.ops.specc.put
+store = torch.ops.specc.store
+
+MUTATING = frozenset(
+    getattr(torch.ops.specc, name).default for name in ("attend", "write_rows", "put", "store")
+)
