@@ -1,0 +1,1 @@
+"""A compiler for speculative decoding: the draft, verify, accept and commit of a step as one graph."""
