@@ -1,0 +1,1 @@
+"""Readers of drafter checkpoints: one file per layout, recognised by content."""
