@@ -1,1 +1,49 @@
-"""A compiler for speculative decoding: the draft, verify, accept and commit of a step as one graph."""
+"""A compiler for speculative decoding: draft, verify, accept and commit as one graph.
+
+Importing this package is light: no torch, no transformers, no environment read. The names below are
+looked up in `specc.api` when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from specc.errors import (
+    ArtifactError,
+    InputError,
+    InvariantError,
+    SpeccError,
+    UnknownNameError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from specc.api import Compiled, bench, compile
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArtifactError",
+    "Compiled",
+    "InputError",
+    "InvariantError",
+    "SpeccError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "bench",
+    "compile",
+]
+
+# No module or folder of specc may have one of these names: importing it would set the attribute to the module.
+LAZY = ("Compiled", "bench", "compile")
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(import_module("specc.api"), name)
+    raise AttributeError(f"module 'specc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LAZY})

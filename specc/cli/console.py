@@ -1,0 +1,97 @@
+"""What the commands print: commentary on stderr, results on stdout, so that results can be piped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+JSON = Mapping[str, Any]
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_text(item) for item in value) or "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "none"
+    return str(value)
+
+
+def plain(value: object) -> object:
+    """Return the value as JSON can hold it: paths as text, tuples as lists."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
+def show_options(context: typer.Context, resolved: JSON | None = None) -> None:
+    """Print on stderr what the command will do: every option with its value, resolved ones last."""
+    options = {**context.params, **(resolved or {})}
+    shown = ", ".join(f"{name}={_text(value)}" for name, value in options.items() if name != "json_output")
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"[dim]specc {context.info_name}: {escape(shown)}[/dim]"
+    )
+
+
+def say(line: str) -> None:
+    """Print one line of commentary on stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(line)}[/dim]")
+
+
+def print_json(document: JSON) -> None:
+    """Print the command's only output for machines."""
+    print(json.dumps(plain(document), indent=2, allow_nan=False))
+
+
+def _rows(title: str, rows: Sequence[JSON]) -> Table:
+    """Lay out records as one table; a column is every key that any of them has."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        values = [row.get(column) for row in rows]
+        numeric = all(isinstance(value, int | float) for value in values if value is not None)
+        table.add_column(column.replace("_", " "), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if row.get(key) is None else escape(_text(row[key])) for key in columns))
+    return table
+
+
+def show(document: JSON, title: str = "", *, stderr: bool = False) -> None:
+    """Print a record as tables: its plain values in one, every list of records and record in its own."""
+    console = Console(stderr=stderr, highlight=False)
+    records, nested = {}, {}
+    for key, value in document.items():
+        is_rows = isinstance(value, Sequence) and not isinstance(value, str) and value
+        if isinstance(value, Mapping) or (is_rows and all(isinstance(item, Mapping) for item in value)):
+            nested[key] = value
+        else:
+            records[key] = value
+    if records:
+        table = Table(title=title, title_justify="left", show_header=False)
+        for key, value in records.items():
+            table.add_row(key.replace("_", " "), escape(_text(value)))
+        console.print(table)
+    for key, value in nested.items():
+        name = key.replace("_", " ")
+        if isinstance(value, Mapping):
+            show(value, name, stderr=stderr)
+        else:
+            console.print(_rows(name, value))

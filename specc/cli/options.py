@@ -1,0 +1,40 @@
+"""The options that several commands share, so that one word means one thing everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a .gguf file, a hub id, or a built-in name such as smollm2-135m."
+    ),
+]
+Method = Annotated[str, typer.Option(help="Drafting method: plain, ngram, draft_model.")]
+Drafter = Annotated[
+    str | None, typer.Option(help="The drafter, named like MODEL. Default: none; plain and ngram need none.")
+]
+Block = Annotated[
+    int | None,
+    typer.Option(metavar="K", min=0, help="Draft tokens per step; 0 is plain decoding. Default: the method's own."),
+]
+Backend = Annotated[str, typer.Option(help="How the step is run: auto, eager, inductor.")]
+Accept = Annotated[str, typer.Option(help="Acceptance rule when sampling: ratio or coupled.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's, where it is fast.")
+]
+Device = Annotated[str | None, typer.Option(help="Device to run on. Default: where the model is, else cpu.")]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Tokens a slot can hold. Default: the model's limit, at most 4096.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+DisablePass = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Leave out a pass, to bisect; may be repeated.")
+]
+Dump = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", file_okay=False, help="Write the graph after every pass as text into DIR."),
+]
