@@ -77,15 +77,12 @@ class Eagle3:
     def observe(self, context: MethodContext, rows: Rows) -> None:
         drafter: Eagle3Drafter = context.drafter
         assert rows.features is not None, "eagle3 has taps"
-        live = rows.cache_row < context.capacity
-        # Garbage rows look at row 0 of their slot: anything, but nothing that true rows' intervals would include.
-        last = torch.where(live, rows.cache_row, 0)
-        cache_row = rows.cache_row.clamp(max=context.capacity)
+        cache_row = rows.cache_row.clamp(max=context.capacity)  # garbage rows go to the one scratch row
         output = drafter.step(
             drafter.fuse(rows.features),
             drafter.embed(rows.next_token, context.embed),
             rows.position,
-            _attend(context, rows.slot, cache_row, torch.zeros_like(last), last),
+            _attend(context, rows.slot, cache_row, torch.zeros_like(cache_row), cache_row),
         )
         newest = output[rows.newest.clamp(0, output.shape[0] - 1)]
         hidden = context.state["hidden"]
@@ -105,15 +102,14 @@ class Eagle3:
             position = context.length - 1 + index
             inside = self._within(drafter, context, position) & ready
             cache_row = context.cache_rows(position, inside & context.running)
-            last = torch.where(cache_row < context.capacity, cache_row, 0)
-            first = torch.zeros_like(last)
+            first = torch.zeros_like(cache_row)
             if self.draft_attention_window is not None:
-                first = (last - self.draft_attention_window + 1).clamp(min=0)
+                first = (cache_row - self.draft_attention_window + 1).clamp(min=0)
             output = drafter.step(
                 drafter.carried(output),
                 drafter.embed(token, context.embed),
                 position.clamp(min=0),
-                _attend(context, slot, cache_row, first, last),
+                _attend(context, slot, cache_row, first, cache_row),
             )
             valid.append(inside)
         return context.draw.draft(valid=torch.stack(valid, dim=1))
