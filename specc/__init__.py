@@ -35,7 +35,7 @@ __all__ = [
     "compile",
 ]
 
-# No module or folder of specc may have one of these names: importing it would set the attribute to the module.
+# No module or folder of specc may have one of these names: importing it would replace the attribute.
 LAZY = ("Compiled", "bench", "compile")
 
 

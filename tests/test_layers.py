@@ -14,9 +14,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A part is a module or folder directly under specc; "specc" is its __init__.py. Imports within a part are free.
+# A part is a module or folder directly under specc; "specc" is its __init__.py. Within a part imports are free.
 _BASE = frozenset({"errors", "ops", "graph", "contracts"})
-_BUILT = _BASE | {"drafters", "methods", "checkpoints", "sampling", "models", "device", "pipeline", "trace", "build"}
+_BUILT = _BASE | {
+    "drafters",
+    "methods",
+    "checkpoints",
+    "sampling",
+    "models",
+    "device",
+    "pipeline",
+    "trace",
+    "build",
+}
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "ops": frozenset({"errors"}),
@@ -42,15 +52,28 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "specc": frozenset({"errors", "api"}),
 }
 # Third parties that only one part may name, and modules that nobody may.
-ONLY_IN = {"transformers": "models", "triton": "backends", "flashinfer": "backends", "typer": "cli", "rich": "cli"}
+ONLY_IN = {
+    "transformers": "models",
+    "triton": "backends",
+    "flashinfer": "backends",
+    "typer": "cli",
+    "rich": "cli",
+}
 BANNED = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 BANNED_CALLS = frozenset({"torch.load"})
 # Calls and assignments that change torch for the whole process; at the top of a module they run on import.
-FLAG_CALLS = frozenset({
-    "torch.manual_seed", "torch.set_num_threads", "torch.set_num_interop_threads", "torch.set_default_dtype",
-    "torch.set_default_device", "torch.set_grad_enabled", "torch.set_float32_matmul_precision",
-    "torch.use_deterministic_algorithms",
-})
+FLAG_CALLS = frozenset(
+    {
+        "torch.manual_seed",
+        "torch.set_num_threads",
+        "torch.set_num_interop_threads",
+        "torch.set_default_dtype",
+        "torch.set_default_device",
+        "torch.set_grad_enabled",
+        "torch.set_float32_matmul_precision",
+        "torch.use_deterministic_algorithms",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def target_part(name: str) -> str:
-    """Return the part that importing ``name`` reaches: of ``from specc import x`` it is x where x is a part."""
+    """Return the part that importing ``name`` reaches: the x of ``from specc import x`` if x is a part."""
     pieces = name.split(".")
     return pieces[1] if len(pieces) > 1 and pieces[1] in MAY_IMPORT else "specc"
 
@@ -111,11 +134,11 @@ def layer_faults(source: Source) -> list[str]:
         if top in BANNED:
             faults.append(f"{source.at(node)}: imports {name}; no pickle anywhere")
         if top in ONLY_IN and source.part != ONLY_IN[top]:
-            faults.append(f"{source.at(node)}: {top} is imported only in {ONLY_IN[top]}, not in {source.part}")
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            faults.append(f"{source.at(node)}: relative import")
-    return faults
+            faults.append(
+                f"{source.at(node)}: {top} is imported only in {ONLY_IN[top]}, not in {source.part}"
+            )
+    relative = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.level)
+    return faults + [f"{source.at(node)}: relative import" for node in relative]
 
 
 def statements_run_on_import(tree: ast.Module) -> Iterator[ast.AST]:
@@ -126,7 +149,6 @@ def statements_run_on_import(tree: ast.Module) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             pending.extend(ast.iter_child_nodes(node))
-
 
 
 def rule_faults(source: Source) -> list[str]:

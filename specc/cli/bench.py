@@ -17,12 +17,16 @@ def bench(
     drafter: options.Drafter = None,
     block: options.Block = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Prompts, one JSON object a line. Default: built in.")
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Prompts, one JSON object a line. Default: built in."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians and spread are over these.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Interleaved rounds; medians and spread are over these.")
+    ] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write charts here (needs matplotlib).")
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write charts here (needs matplotlib)."),
     ] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -35,8 +39,16 @@ def bench(
     from specc import api  # heavy: torch and the compiler
 
     report = api.bench(
-        model, drafter, methods=tuple(name.strip() for name in methods.split(",") if name.strip()), block=block,
-        prompts=prompts, repeats=repeats, max_new_tokens=max_new_tokens, plot=plot, dtype=dtype, device=device,
+        model,
+        drafter,
+        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        block=block,
+        prompts=prompts,
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+        plot=plot,
+        dtype=dtype,
+        device=device,
         backend=backend,
     )
     if json_output:

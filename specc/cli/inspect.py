@@ -35,8 +35,18 @@ def inspect(
     from specc import api  # heavy: torch and the compiler
 
     inspection = api.inspect(
-        model, drafter, method=method, block=block, batch=batch, accept=accept, dtype=dtype, device=device,
-        backend=backend, max_length=max_length, dump=dump, disable_passes=tuple(disable_pass or ()),
+        model,
+        drafter,
+        method=method,
+        block=block,
+        batch=batch,
+        accept=accept,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        max_length=max_length,
+        dump=dump,
+        disable_passes=tuple(disable_pass or ()),
     )
     if json_output:
         console.print_json({"options": context.params, **inspection.to_dict()})

@@ -19,12 +19,15 @@ Drafter = Annotated[
 ]
 Block = Annotated[
     int | None,
-    typer.Option(metavar="K", min=0, help="Draft tokens per step; 0 is plain decoding. Default: the method's own."),
+    typer.Option(
+        metavar="K", min=0, help="Draft tokens per step; 0 is plain decoding. Default: the method's own."
+    ),
 ]
 Backend = Annotated[str, typer.Option(help="How the step is run: auto, eager, inductor.")]
 Accept = Annotated[str, typer.Option(help="Acceptance rule when sampling: ratio or coupled.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's, where it is fast.")
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's, where it is fast."),
 ]
 Device = Annotated[str | None, typer.Option(help="Device to run on. Default: where the model is, else cpu.")]
 MaxLength = Annotated[

@@ -63,7 +63,9 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     try:
         return prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--prompt-file", str(prompt_file), f"must be a readable UTF-8 file ({error})") from None
+        raise InputError(
+            "--prompt-file", str(prompt_file), f"must be a readable UTF-8 file ({error})"
+        ) from None
 
 
 def _sampling(temperature: float | None, **truncation: float | None) -> dict[str, float | bool]:
@@ -84,7 +86,10 @@ def _encode(tokenizer: Any, prompt: str, *, chat: bool) -> dict[str, Tensor]:
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("MODEL", "a tokenizer without a chat template", "has none: add --no-chat-template")
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
     )["input_ids"]
     return {"input_ids": ids}
 
@@ -99,11 +104,18 @@ def run(
     block: options.Block = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
     temperature: Annotated[
-        float | None, typer.Option(help="Sample at this temperature. Default: greedy; 1 with --top-k and the like.")
+        float | None,
+        typer.Option(help="Sample at this temperature. Default: greedy; 1 with --top-k and the like."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely tokens. Default: off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample among the k most likely tokens. Default: off.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all draws. Default: a fresh one.")] = None,
     accept: options.Accept = "ratio",
     dtype: options.Dtype = None,
@@ -124,23 +136,38 @@ def run(
     import specc  # heavy: torch and the compiler
 
     compiled = specc.compile(
-        model, drafter, method=method, block=block, accept=accept, backend=backend, dtype=dtype, device=device,
+        model,
+        drafter,
+        method=method,
+        block=block,
+        accept=accept,
+        backend=backend,
+        dtype=dtype,
+        device=device,
         max_length=max_length,
     )
     inputs = _encode(compiled.tokenizer, text, chat=chat_template)
-    console.say(f"method {compiled.method.name}, block {compiled.block}, prompt {inputs['input_ids'].shape[1]} tokens")
+    console.say(
+        f"method {compiled.method.name}, block {compiled.block}, prompt {inputs['input_ids'].shape[1]} tokens"
+    )
     result = compiled.generate(
-        **inputs, **sampling, max_new_tokens=max_new_tokens, seed=seed, return_dict_in_generate=True,
+        **inputs,
+        **sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        return_dict_in_generate=True,
         streamer=None if json_output else TerminalStreamer(compiled.tokenizer),
     )
     stats = result.stats.to_dict()
     if json_output:
         answer = result.sequences[0, inputs["input_ids"].shape[1] :]
-        console.print_json({
-            "options": context.params,
-            "text": compiled.tokenizer.decode(answer, skip_special_tokens=True),
-            "finish_reason": result.finish_reasons[0],
-            "stats": stats,
-        })
+        console.print_json(
+            {
+                "options": context.params,
+                "text": compiled.tokenizer.decode(answer, skip_special_tokens=True),
+                "finish_reason": result.finish_reasons[0],
+                "stats": stats,
+            }
+        )
         return
     console.show({"finish_reason": result.finish_reasons[0], **stats}, "statistics", stderr=True)
