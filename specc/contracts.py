@@ -151,6 +151,8 @@ class MethodContext:
     embed: Callable[[Tensor], Tensor]  # the target's token embedding (scale included): ids -> [.., hidden]
     head: Callable[[Tensor], Tensor]  # the target's output head (softcap included): [.., hidden] -> [.., vocab]
     draw: Draw
+    vocab: int = 0  # width of the target's logits
+    drafter_limit: int | None = None  # positions the drafter's tables cover; None = no end
 
     @property
     def anchor(self) -> Tensor:

@@ -15,7 +15,8 @@ _LIB = torch.library.Library("specc", "DEF")
 
 # attend: rows write their K/V into the caches, then each row reads cache rows first..last of its slot.
 # An interval per row covers causal rows, sliding windows (of any rule) and bidirectional blocks alike,
-# so one operator serves targets and every drafter.
+# so one operator serves targets and every drafter. The last row of a cache is scratch: a row that writes
+# there is garbage, reads nothing, and its output is zero.
 _LIB.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot, Tensor cache_row, Tensor first, Tensor last, float scale, "
@@ -66,19 +67,21 @@ def _attend_host(
     """Run attend on the CPU, reading only live cache rows: lengths are already on the host here."""
     key_cache[slot, :, cache_row] = key
     value_cache[slot, :, cache_row] = value
-    out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-    owners = slot.tolist()
-    begin = 0
-    for end in range(1, len(owners) + 1):
-        if end < len(owners) and owners[end] == owners[begin]:
-            continue
-        rows = slice(begin, end)
-        low, high = int(first[rows].min()), int(last[rows].max()) + 1
-        out[rows] = _attend_slot(
-            query[rows], key_cache[owners[begin], :, low:high], value_cache[owners[begin], :, low:high],
-            first[rows] - low, last[rows] - low, scale, softcap, sinks,
+    out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+    scratch = key_cache.shape[2] - 1
+    owners, rows_of = slot.tolist(), cache_row.tolist()
+    live: dict[int, list[int]] = {}
+    for row, (owner, at) in enumerate(zip(owners, rows_of, strict=True)):
+        if at < scratch:
+            live.setdefault(owner, []).append(row)
+    for owner, rows in live.items():
+        whole = rows[-1] - rows[0] + 1 == len(rows)
+        pick = slice(rows[0], rows[-1] + 1) if whole else torch.tensor(rows)
+        low, high = int(first[pick].min()), int(last[pick].max()) + 1
+        out[pick] = _attend_slot(
+            query[pick], key_cache[owner, :, low:high], value_cache[owner, :, low:high],
+            first[pick] - low, last[pick] - low, scale, softcap, sinks,
         )
-        begin = end
     return out
 
 
@@ -107,7 +110,8 @@ def _attend_device(
     else:
         probs = scores.softmax(-1)
     out = torch.einsum("nhgr,nhrd->nhgd", probs, values)
-    return out.flatten(1, 2).to(query.dtype)
+    garbage = (cache_row == key_cache.shape[2] - 1)[:, None, None]
+    return out.flatten(1, 2).masked_fill(garbage, 0.0).to(query.dtype)
 
 
 def _write_rows(cache: Tensor, value: Tensor, slot: Tensor, cache_row: Tensor) -> None:

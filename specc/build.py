@@ -1,0 +1,283 @@
+"""Put target, method, drafter, passes and backend together: from models to step graphs that run.
+
+The only place where methods, passes and backends meet. A `StepBuilder` makes one step graph per `StepKey`; the stages
+are traced once each and kept, so that a new family of settings traces and compiles the accept stage alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from specc.contracts import AcceptRule, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
+from specc.graph import Input, Kind, StepGraph
+from specc.passes import STEP_PIPELINE, rows_pipeline
+from specc.pipeline import PassReport, run_passes
+from specc.step import (
+    Parts,
+    Shape,
+    StepKey,
+    accept_stage,
+    commit_stage,
+    draft_stage,
+    setting_specs,
+    state_specs,
+    verify_stage,
+)
+from specc.trace import RowsModel, TracedModel, Tracer, trace_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target ready to be built on: its module, facts, and where its embedding, head and layers sit."""
+
+    module: nn.Module
+    info: ModelInfo
+    embed_path: str
+    head_path: str
+    layer_paths: tuple[str, ...]
+    finish_logits: Callable[[Tensor], Tensor]  # softcap or scale after the head; identity for most
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter ready to be built on: a module of specc's, or a causal LM to be traced over rows."""
+
+    info: DrafterInfo
+    module: nn.Module
+    traced: TracedModel | None = None
+
+
+@dataclass
+class BuiltStep:
+    """A step graph after its passes, with what each pass did."""
+
+    key: StepKey
+    graph: StepGraph
+    reports: tuple[PassReport, ...]
+
+
+def kind_of(name: str) -> Kind:
+    """Return what an input is, from its name's first part."""
+    first = name.split(".", 1)[0]
+    kinds: dict[str, Kind] = {
+        "target": "weight", "drafter": "weight", "state": "state", "cache": "state", "method": "state",
+        "setting": "setting", "feed": "host",
+    }
+    return kinds.get(first, "value")
+
+
+@dataclass
+class StepBuilder:
+    """Builds the step graphs of one compiled object.
+
+    Attributes:
+        target, method, drafter, shape, rule: what is built.
+        disable: names of passes to leave out.
+        dump: a folder for graphs as text, or None.
+    """
+
+    target: Target
+    method: Method
+    drafter: Drafter | None
+    shape: Shape
+    rule: AcceptRule
+    disable: Sequence[str] = ()
+    dump: Path | None = None
+    traced: TracedModel = field(init=False)
+    rows_reports: tuple[PassReport, ...] = field(init=False)
+    weights: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.target.module.parameters()).device
+        traced = trace_model(self.target.module, self.target.layer_paths)
+        taps = self.method.taps(self.target.info, self.drafter.info if self.drafter else None)
+        known = {p.name for p in STEP_PIPELINE}
+        passes = rows_pipeline(taps, self.target.layer_paths, self.target.info.hidden)
+        graph, self.rows_reports = run_passes(
+            traced.graph, passes, disable=[n for n in self.disable if n not in known], dump=self.dump
+        )
+        self.traced = replace(traced, graph=graph)
+        self._tracer = Tracer(self.device)
+        self._stages: dict[tuple[Stage, StepKey], StepGraph] = {}
+        self.weights = self._collect_weights()
+        self._storage = share(self.weights)
+        self.method_specs = {
+            f"method.{name}": spec
+            for name, spec in self.method.state(
+                self.target.info, self._drafter_for_state(), self.shape.slots, self.shape.capacity
+            ).items()
+        }
+
+    def state(self) -> dict[str, TensorSpec]:
+        """Return every state tensor of the step, the method's and the caches included."""
+        caches = self.traced.cache_specs(self.shape.slots, self.shape.capacity)
+        return state_specs(self.shape) | {f"cache.{n}": s for n, s in caches.items()} | self.method_specs
+
+    def step(self, key: StepKey) -> BuiltStep:
+        """Build the step graph of ``key``: stages traced, stitched and rewritten by the passes."""
+        whole = self._stitch([self._stage(stage, key) for stage in ("draft", "verify", "accept", "commit")], key)
+        known = {p.name for p in STEP_PIPELINE}
+        graph, reports = run_passes(
+            whole, STEP_PIPELINE, disable=[n for n in self.disable if n in known], dump=self.dump
+        )
+        return BuiltStep(key, graph, reports)
+
+    def _collect_weights(self) -> dict[str, Tensor]:
+        weights = {f"target.{n}": t for n, t in self.traced.weights.items()}
+        own = dict(self.target.module.named_parameters(remove_duplicate=False))
+        own |= dict(self.target.module.named_buffers(remove_duplicate=False))
+        for path in (self.target.embed_path, self.target.head_path):
+            weights |= {f"target.{n}": t.detach() for n, t in own.items() if n.startswith(f"{path}.")}
+        if self.drafter is not None:
+            if self.drafter.traced is not None:
+                weights |= {f"drafter.{n}": t for n, t in self.drafter.traced.weights.items()}
+            else:
+                named = [*self.drafter.module.named_parameters(remove_duplicate=False)]
+                named += [*self.drafter.module.named_buffers(remove_duplicate=False)]
+                weights |= {f"drafter.{n}": t.detach() for n, t in named}
+        return weights
+
+    def _drafter_for_state(self) -> Any:
+        if self.drafter is None:
+            return None
+        return self.drafter.traced if self.drafter.traced is not None else self.drafter.module
+
+    def _stage(self, stage: Stage, key: StepKey) -> StepGraph:
+        relevant = _relevant(stage, key)
+        if (stage, relevant) not in self._stages:
+            function = self._function(stage, relevant)
+            self._stages[stage, relevant] = self._tracer.trace(stage, function, self._inputs(stage, relevant))
+        return self._stages[stage, relevant]
+
+    def _function(self, stage: Stage, key: StepKey) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
+        parts, shape, method = self._parts(), self.shape, self.method
+        functions: dict[Stage, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = {
+            "draft": lambda v: draft_stage(v, key, shape, method, parts),
+            "verify": lambda v: verify_stage(v, key, shape, parts),
+            "accept": lambda v: accept_stage(v, key, shape),
+            "commit": lambda v: commit_stage(v, key, shape, method, parts),
+        }
+        return functions[stage]
+
+    def _inputs(self, stage: Stage, key: StepKey) -> dict[Input, TensorSpec]:
+        """Return all that a stage may read; what it does not read is dropped from its graph."""
+        specs = dict(self.state())
+        specs |= setting_specs(self.shape, key.families)
+        if key.feed:
+            specs |= {n: TensorSpec((key.feed,), torch.int64) for n in ("feed.slot", "feed.position")}
+        specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self.weights.items()}
+        inputs = {Input(n, kind_of(n), self._storage.get(n, "")): s for n, s in specs.items()}
+        for earlier in ("draft", "verify", "accept"):
+            if earlier == stage:
+                break
+            made = self._stage(earlier, key)
+            for name, node in zip(made.outputs, made.output_node().args[0], strict=True):
+                value = node.meta["val"]
+                inputs[Input(name, "value")] = TensorSpec(tuple(value.shape), value.dtype)
+        return inputs
+
+    def _parts(self) -> Parts:
+        target, drafter = self.target, self.drafter
+
+        def run_target(v: Mapping[str, Tensor], *rows: Tensor, logit_rows: Tensor) -> Mapping[str, Tensor]:
+            return RowsModel(self.traced.graph, v, _strip(v, "cache."))(*rows, logit_rows=logit_rows)
+
+        def run_drafter(v: Mapping[str, Tensor], run: Callable[[object], object]) -> object:
+            if drafter is None:
+                return run(None)
+            if drafter.traced is not None:
+                return run(RowsModel(drafter.traced.graph, v, _strip(v, "method.")))
+            return call_with(drafter.module, _strip(v, "drafter."), run)
+
+        def embed(v: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+            module = target.module.get_submodule(target.embed_path)
+            out: Tensor = call_with(module, _strip(v, f"target.{target.embed_path}."), lambda m: m(ids))
+            return out
+
+        def head(v: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+            module = target.module.get_submodule(target.head_path)
+            out: Tensor = call_with(module, _strip(v, f"target.{target.head_path}."), lambda m: m(hidden))
+            return target.finish_logits(out)
+
+        limit = drafter.info.max_position if drafter is not None else None
+        return Parts(run_target, run_drafter, embed, head, limit)
+
+    def _stitch(self, stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
+        """Return a graph of four calls, one per stage, wired by the names of values."""
+        root = nn.Module()
+        graph = fx.Graph()
+        known: dict[str, fx.Node] = {}
+        for stage in stages:
+            for node in stage.graph.find_nodes(op="placeholder"):
+                given = node.meta["input"]
+                if given.name not in known and given.kind != "value":
+                    placeholder = graph.placeholder(given.name.replace(".", "_"))
+                    placeholder.meta = {"input": given, "val": node.meta["val"]}
+                    known[given.name] = placeholder
+        outputs: list[str] = []
+        for stage in stages:
+            if not stage.call_nodes():
+                continue
+            root.add_module(stage.name, stage.gm)
+            arguments = tuple(known[i.name] for i in stage.inputs)
+            call = graph.call_module(stage.name, arguments)
+            values = [n.meta["val"] for n in stage.output_node().args[0]]
+            call.meta = {"val": values, "stage": stage.name}
+            for index, name in enumerate(stage.outputs):
+                picked = graph.call_function(operator.getitem, (call, index))
+                picked.meta = {"val": values[index], "stage": stage.name}
+                known[name] = picked
+                if "." not in name or name == "draft.confidence":
+                    outputs.append(name)
+        graph.output([known[n] for n in outputs]).meta["val"] = None
+        gm = fx.GraphModule(root, graph)
+        return StepGraph(gm, (), tuple(outputs), name=f"step_k{key.block}_p{key.feed}").sync()
+
+
+def _relevant(stage: Stage, key: StepKey) -> StepKey:
+    """Return the part of the key that a stage depends on, so that equal parts share one trace."""
+    if stage in ("draft", "verify"):
+        return replace(key, families=(), extras=())
+    if stage == "commit":
+        return replace(key, families=(), extras=(), sampled=key.sampled)
+    return key
+
+
+def _strip(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in values.items() if n.startswith(prefix)}
+
+
+class _Call(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.module)
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], function: Callable[[Any], Any]) -> Any:
+    """Call ``function(module)`` while the module's parameters and buffers are ``tensors``."""
+    return torch.func.functional_call(_Call(module), {f"module.{n}": t for n, t in tensors.items()}, (function,))
+
+
+def share(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return, per weight, the first name of the memory it views: equal memory, equal answer."""
+    first: dict[tuple[Any, ...], str] = {}
+    names = {}
+    for name, tensor in weights.items():
+        place = (
+            tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype,
+        )
+        names[name] = first.setdefault(place, name) if tensor.numel() else name
+    return names

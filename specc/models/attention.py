@@ -1,0 +1,126 @@
+"""How a transformers model attends over rows: its attention calls become ``specc.ops.attend``.
+
+The function is registered with transformers under the name ``specc`` the first time it is needed. While a
+`rows_context` is open, each attention layer writes and reads the caches of its own ``layer_idx``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.errors import InvariantError, UnsupportedError
+from specc.ops import attend
+
+NAME = "specc"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """K/V of one layer: heads, the size of a key and of a value, and the sliding window if it has one."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    slot: Tensor
+    cache_row: Tensor
+    key_caches: Mapping[int, Tensor]
+    value_caches: Mapping[int, Tensor]
+
+
+@dataclass
+class _Probe:
+    layers: dict[int, CacheShape] = field(default_factory=dict)
+
+
+_OPEN: ContextVar[_Rows | _Probe | None] = ContextVar("specc_rows", default=None)
+
+
+@contextlib.contextmanager
+def rows_context(
+    *, slot: Tensor, cache_row: Tensor, key_caches: Mapping[int, Tensor], value_caches: Mapping[int, Tensor]
+) -> Iterator[None]:
+    """Let attention layers run on rows: caches are [slots, heads, rows, size] by layer index."""
+    token = _OPEN.set(_Rows(slot, cache_row, key_caches, value_caches))
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
+@contextlib.contextmanager
+def probe_context() -> Iterator[dict[int, CacheShape]]:
+    """Record the K/V shapes of every attention layer that runs; outputs are zeros."""
+    probe = _Probe()
+    token = _OPEN.set(probe)
+    try:
+        yield probe.layers
+    finally:
+        _OPEN.reset(token)
+
+
+@contextlib.contextmanager
+def attention_on_rows(module: nn.Module) -> Iterator[None]:
+    """Switch ``module`` to the registered attention and back, so that the caller's model is left as it was."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values()
+    before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, old in before:
+            config._attn_implementation_internal = old
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend [1, heads, rows, size] queries; returns [1, rows, heads, size] as transformers expects."""
+    if attention_mask is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be traced over rows",
+            ["it builds its own attention mask, which rows do not have"],
+        )
+    if more.get("is_causal", True) is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError(f"{type(module).__name__} cannot be traced over rows", ["its attention is not causal"])
+    if not hasattr(module, "layer_idx"):
+        raise UnsupportedError(f"{type(module).__name__} cannot be traced over rows", ["it has no layer index"])
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    rows_query, rows_key, rows_value = (t[0].transpose(0, 1) for t in (query, key, value))
+    current = _OPEN.get()
+    layer = int(module.layer_idx)
+    if isinstance(current, _Probe):
+        shape = CacheShape(rows_key.shape[1], rows_key.shape[2], rows_value.shape[2], sliding_window)
+        if current.layers.setdefault(layer, shape) != shape:
+            raise UnsupportedError("this model cannot be traced over rows", [f"layer {layer} attends twice"])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    if current is None:
+        raise InvariantError("attention ran outside of a rows context", type(module).__name__)
+    cache_row = current.cache_row
+    if sliding_window is None:
+        first = torch.zeros_like(cache_row)
+    else:
+        first = (cache_row - (sliding_window - 1)).clamp(min=0)
+    out = attend(
+        rows_query, rows_key, rows_value, current.key_caches[layer], current.value_caches[layer],
+        current.slot, cache_row, first, cache_row, scale, softcap, s_aux,
+    )
+    return out[None], None

@@ -1,0 +1,259 @@
+"""The stages of one step as plain functions of named tensors: what is traced, stitched and run.
+
+Names of a step graph's inputs: ``state.*`` (tokens, lengths, stops), ``cache.*`` (the target's K/V), ``method.*``
+(the drafter's own state), ``setting.*`` (per-slot sampling settings), ``feed.*`` (prompt rows the host adds),
+``target.*`` and ``drafter.*`` (weights). Values between stages: ``draft.*``, ``verify.*``, ``accept.*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specc.contracts import AcceptRule, Draft, Method, MethodContext, Proposal, Rows, TensorSpec
+from specc.ops import put, store
+from specc.sampling import SamplingContext, process, settings_columns
+from specc.sampling.accept import accept as accept_drafts
+from specc.sampling.draw import Drawer
+
+Values = Mapping[str, Tensor]
+
+# Columns of the record that a step hands to the host, before the emitted tokens.
+RECORD = ("count", "accepted", "drafted", "finish", "fault")
+RUNNING, STOP, LENGTH = 0, 1, 2
+MAX_EOS = 8  # end-of-sequence ids a slot can hold
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Everything that makes one step graph differ from another of the same compiled object.
+
+    ``block`` drafts per slot (0: none), ``feed`` prompt rows beside the slots' own, the accept ``rule``, whether any
+    slot may sample, the settings ``families`` in use, and whether the processed logits are an output.
+    """
+
+    block: int
+    feed: int
+    rule: AcceptRule
+    sampled: bool = False
+    families: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a compiled object is bound to."""
+
+    slots: int
+    capacity: int  # tokens a slot can hold
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The callables a stage function uses, each taking the stage's named tensors first."""
+
+    target: Callable[..., Mapping[str, Tensor]]
+    drafter: Callable[[Values, Callable[[object], object]], object]
+    embed: Callable[[Values, Tensor], Tensor]
+    head: Callable[[Values, Tensor], Tensor]
+    drafter_limit: int | None
+
+
+def state_specs(shape: Shape) -> dict[str, TensorSpec]:
+    """Return the spine's own state. Column ``capacity`` of the tokens is scratch."""
+    slots = shape.slots
+    return {
+        "state.tokens": TensorSpec((slots, shape.capacity + 1), torch.int64),
+        "state.length": TensorSpec((slots,), torch.int64),
+        "state.prompt_length": TensorSpec((slots,), torch.int64),
+        "state.limit": TensorSpec((slots,), torch.int64),
+        "state.running": TensorSpec((slots,), torch.bool),
+        "state.eos": TensorSpec((slots, MAX_EOS), torch.int64),
+        "setting.temperature": TensorSpec((slots,), torch.float32),
+        "setting.seed": TensorSpec((slots,), torch.int64),
+    }
+
+
+def setting_specs(shape: Shape, families: tuple[str, ...]) -> dict[str, TensorSpec]:
+    """Return the per-slot tensors that the families of settings read."""
+    columns = settings_columns(families)
+    return {f"setting.{name}": TensorSpec((shape.slots, *c.shape), c.dtype) for name, c in columns.items()}
+
+
+def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts) -> dict[str, Tensor]:
+    """Draft ``block`` tokens per slot: ``draft.tokens`` and the distributions they were drawn from."""
+    if key.block == 0:
+        return {}
+    draw = Drawer(shape.vocab)
+    if key.sampled:
+        draw = Drawer(shape.vocab, v["setting.temperature"], v["setting.seed"], v["state.length"], key.rule)
+
+    def run(drafter: object) -> Draft:
+        return method.draft(_context(v, key, shape, parts, drafter, draw))
+
+    draft = parts.drafter(v, run)
+    assert isinstance(draft, Draft)
+    # A draft for a position the slot cannot hold has no row to be verified in.
+    position = v["state.length"][:, None] + torch.arange(key.block, device=draft.tokens.device)
+    out = {"draft.tokens": torch.where(position < shape.capacity, draft.tokens, -1)}
+    if draft.proposal is not None and draft.drawn is not None:
+        out |= {"draft.probs": draft.proposal.probs, "draft.drawn": draft.drawn}
+        if draft.proposal.ids is not None:
+            out["draft.ids"] = draft.proposal.ids
+    if draft.confidence is not None:
+        out["draft.confidence"] = draft.confidence
+    return out
+
+
+def verify_stage(v: Values, key: StepKey, shape: Shape, parts: Parts) -> dict[str, Tensor]:
+    """Run the target on every slot's anchor and drafts, and on the rows the host feeds."""
+    rows = _rows(v, key, shape)
+    wanted = torch.arange(shape.slots * (key.block + 1), device=rows.token.device)
+    out = parts.target(v, rows.token, rows.slot, rows.position, rows.cache_row, logit_rows=wanted)
+    found = {"verify.logits": out["logits"].view(shape.slots, key.block + 1, -1)}
+    if "taps" in out:
+        found["verify.taps"] = out["taps"]
+    return found
+
+
+def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
+    """Keep the longest valid prefix of the drafts plus one token; cut at stops and caps."""
+    length, running = v["state.length"], v["state.running"]
+    draft = v.get("draft.tokens")
+    if draft is None:
+        draft = length.new_empty(shape.slots, 0)
+    raw = v["verify.logits"].float()
+    logits = raw
+    if key.families:
+        settings = {n.removeprefix("setting."): t for n, t in v.items() if n.startswith("setting.")}
+        context = SamplingContext(
+            tokens=v["state.tokens"], length=length, prompt_length=v["state.prompt_length"], draft=draft,
+            settings=settings, eos=v["state.eos"], limit=v["state.limit"],
+        )
+        logits = process(raw, context, key.families)
+    proposal = Proposal(v["draft.probs"], v.get("draft.ids")) if "draft.probs" in v else None
+    drafts = Draft(draft, proposal, v.get("draft.drawn"))
+    if key.sampled:
+        verdict = accept_drafts(
+            logits, drafts, temperature=v["setting.temperature"], seed=v["setting.seed"], length=length,
+            rule=key.rule, raw=raw,
+        )
+    else:
+        verdict = accept_drafts(logits, drafts, raw=raw)
+    count, finish = _stop(v, verdict.count + 1, verdict.tokens)
+    kept = torch.arange(key.block + 1, device=count.device) < count[:, None]
+    emitted = torch.where(kept, verdict.tokens, -1)
+    columns = [
+        count, torch.minimum(verdict.count, count), verdict.drafted * running, finish, (verdict.broken & running).long(),
+    ]
+    out = {
+        "accept.count": count, "accept.finish": finish, "accept.emitted": emitted,
+        "record": torch.cat([torch.stack(columns, 1), emitted], dim=1),
+    }
+    if "logits" in key.extras:
+        out["raw_logits"] = raw
+    if "scores" in key.extras:
+        out["scores"] = logits
+    return out
+
+
+def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts) -> dict[str, Tensor]:
+    """Append the emitted tokens, move the lengths, and hand the method its new rows."""
+    count, emitted = v["accept.count"], v["accept.emitted"]
+    length, tokens = v["state.length"], v["state.tokens"]
+    column = length[:, None] + torch.arange(key.block + 1, device=length.device)
+    column = torch.where(emitted >= 0, column, shape.capacity)
+    slot = torch.arange(shape.slots, device=length.device)[:, None].expand_as(column)
+    rows = _observed(v, _rows(v, key, shape), key, shape)
+    put(tokens, emitted.clamp(min=0), slot, column)
+    store(v["state.running"], v["state.running"] & (v["accept.finish"] == RUNNING))
+
+    def run(drafter: object) -> None:
+        method.observe(_context(v, key, shape, parts, drafter, None), rows)
+
+    parts.drafter(v, run)
+    store(length, length + count)
+    return {}
+
+
+def _stop(v: Values, count: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut at the first end-of-sequence id and at the slot's limit; the first of the two decides the reason."""
+    length, running, limit = v["state.length"], v["state.running"], v["state.limit"]
+    count = torch.minimum(count, (limit - length).clamp(min=0))
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    is_eos = (tokens[:, :, None] == v["state.eos"][:, None, :]).any(-1) & (tokens >= 0)
+    is_eos = is_eos & (index < count[:, None])
+    stops = is_eos.any(1)
+    first = torch.where(is_eos, index, tokens.shape[1]).amin(1)
+    count = torch.where(stops, first + 1, count)
+    full = length + count >= limit
+    finish = torch.where(stops, STOP, torch.where(full, LENGTH, RUNNING))
+    return torch.where(running, count, 0), torch.where(running, finish, RUNNING)
+
+
+@dataclass(frozen=True)
+class _StepRows:
+    token: Tensor
+    slot: Tensor
+    position: Tensor
+    cache_row: Tensor
+
+
+def _rows(v: Values, key: StepKey, shape: Shape) -> _StepRows:
+    """Return the step's rows: block + 1 per slot in slot order, then the fed ones."""
+    tokens, length, running = v["state.tokens"], v["state.length"], v["state.running"]
+    device = length.device
+    anchor = tokens.gather(1, (length - 1).clamp(min=0)[:, None])
+    block = torch.cat([anchor, v["draft.tokens"].clamp(min=0)], 1) if key.block else anchor
+    position = length[:, None] - 1 + torch.arange(key.block + 1, device=device)
+    live = running[:, None] & (position >= 0) & (position < shape.capacity)
+    slot = torch.arange(shape.slots, device=device)[:, None].expand_as(position)
+    token, slot, position, live = block.flatten(), slot.flatten(), position.flatten(), live.flatten()
+    if key.feed:
+        fed_slot, fed = v["feed.slot"], v["feed.position"]
+        fed_token = tokens[fed_slot, fed.clamp(min=0)]
+        token, slot = torch.cat([token, fed_token]), torch.cat([slot, fed_slot])
+        position, live = torch.cat([position, fed]), torch.cat([live, fed >= 0])
+    cache_row = torch.where(live, position, shape.capacity)
+    return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row)
+
+
+def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
+    """Return the step's rows as the method sees them: what was not accepted is garbage."""
+    count, emitted, tokens = v["accept.count"], v["accept.emitted"], v["state.tokens"]
+    per_slot = key.block + 1
+    own = shape.slots * per_slot
+    index = torch.arange(per_slot, device=count.device)
+    true = (index < count[:, None]).flatten()
+    next_token = emitted.clamp(min=0).flatten()
+    slots = torch.arange(shape.slots, device=count.device)
+    newest, has_newest = slots * per_slot + (count - 1).clamp(min=0), count > 0
+    cache_row = torch.where(true, rows.cache_row[:own], shape.capacity)
+    if key.feed:
+        fed_slot, fed = v["feed.slot"], v["feed.position"]
+        cache_row = torch.cat([cache_row, rows.cache_row[own:]])
+        next_token = torch.cat([next_token, tokens[fed_slot, fed.clamp(min=0) + 1]])
+        mine = (fed_slot == slots[:, None]) & (fed >= 0)
+        last_fed = torch.where(mine, torch.arange(key.feed, device=count.device), -1).amax(1)
+        newest = torch.where(has_newest, newest, own + last_fed.clamp(min=0))
+        has_newest = has_newest | (last_fed >= 0)
+    return Rows(
+        token=rows.token, next_token=next_token, slot=rows.slot, position=rows.position, cache_row=cache_row,
+        features=v.get("verify.taps"), newest=newest, has_newest=has_newest,
+    )
+
+
+def _context(
+    v: Values, key: StepKey, shape: Shape, parts: Parts, drafter: object, draw: Drawer | None
+) -> MethodContext:
+    return MethodContext(
+        slots=shape.slots, block=key.block, capacity=shape.capacity, tokens=v["state.tokens"],
+        length=v["state.length"], running=v["state.running"],
+        state={n.removeprefix("method."): t for n, t in v.items() if n.startswith("method.")},
+        drafter=drafter, embed=lambda ids: parts.embed(v, ids), head=lambda hidden: parts.head(v, hidden),
+        draw=draw, vocab=shape.vocab, drafter_limit=parts.drafter_limit,
+    )
