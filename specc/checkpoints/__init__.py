@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol
 
+from specc.checkpoints import safeai_eagle3, specforge_eagle3, speculators_eagle3, speculators_peagle
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.errors import ArtifactError, UnsupportedError
@@ -24,7 +25,7 @@ class Layout(Protocol):
         """Read the drafter; ArtifactError names what is wrong with it, or with it for this target."""
 
 
-LAYOUTS: tuple[Layout, ...] = ()
+LAYOUTS: tuple[Layout, ...] = (safeai_eagle3, specforge_eagle3, speculators_eagle3, speculators_peagle)
 
 
 def read_drafter(path: str | Path, target: ModelInfo, method: str | None = None) -> DrafterBundle:
