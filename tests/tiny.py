@@ -111,6 +111,8 @@ def tiny_config(arch: str, **overrides: Any) -> Any:
     if model_type == "gpt2":
         values = {key: value for key, value in values.items() if key not in _NOT_GPT2}
         values.update(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    if model_type == "gpt_neox":
+        del values["num_key_value_heads"]  # it has no such key
     return AutoConfig.for_model(model_type, **copy.deepcopy({**values, **overrides}))
 
 

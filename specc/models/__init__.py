@@ -1,0 +1,1 @@
+"""What specc knows about transformers models: the only package that imports transformers."""
