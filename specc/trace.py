@@ -232,6 +232,7 @@ class Tracer:
         for node in gm.graph.nodes:
             if node.op == "call_function":
                 node.meta["stage"] = name
+                node.meta.setdefault("val", None)  # operators that return nothing
         prune(gm.graph)
         gm.recompile()
         return drop_unused_inputs(StepGraph(gm, (), tuple(outputs), name=name))

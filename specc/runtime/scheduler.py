@@ -1,0 +1,168 @@
+"""Serve requests on the engine's slots: fill prompts in chunks, step, refill finished slots.
+
+One step at a time. While any prompt is unfinished the step is a filling one: one row per running slot and a chunk of
+prompt rows; otherwise it is a drafting one. A slot starts in the step that takes the last chunk of its prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specc.contracts import AcceptRule
+from specc.errors import UnsupportedError
+from specc.runtime.engine import Engine, SlotRecord
+from specc.runtime.stats import Stats
+from specc.step import RUNNING, STOP, StepKey
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence to generate.
+
+    ``ids`` int64 [tokens], ``limit`` total tokens, ``settings`` the columns that are not neutral.
+    """
+
+    ids: Tensor
+    limit: int
+    eos: tuple[int, ...] = ()
+    seed: int = 0
+    sampled: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+    families: tuple[str, ...] = ()
+    rule: AcceptRule = "ratio"
+    block: int | None = None  # None = the compiled block
+    key: object = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens that a request got in one step, and how it ended if it did."""
+
+    request: Request
+    record: SlotRecord
+    finish: str | None  # "stop" | "length" | None
+
+
+@dataclass
+class _Slot:
+    request: Request
+    fed: int  # prompt tokens whose rows have run
+    running: bool = False
+
+
+class Scheduler:
+    """Runs requests to their end on the slots of an engine."""
+
+    def __init__(self, engine: Engine, block: int, rule: AcceptRule, extras: tuple[str, ...] = ()) -> None:
+        self.engine, self.block, self.rule, self.extras = engine, block, rule, extras
+        self._slots: dict[int, _Slot] = {}
+        self._families: tuple[str, ...] = ()
+        self._sampled = False
+
+    def run(self, requests: Iterable[Request], stats: Stats) -> Iterator[Progress]:
+        """Yield the progress of every request, step by step; leaves the engine idle however it ends."""
+        waiting = iter(requests)
+        pending: deque[Request] = deque()
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(self._slots) + len(pending) < self.engine.slots:
+                    item = next(waiting, None)
+                    exhausted = item is None
+                    if item is not None:
+                        pending.append(item)
+                self._admit(pending)
+                if not self._slots:
+                    return
+                yield from self._step(stats)
+        finally:
+            for slot in range(self.engine.slots):
+                self.engine.stop(slot)
+            self._slots.clear()
+
+    def cancel(self, request: Request) -> None:
+        """End a request early; its slot is free for the next one."""
+        for slot, held in list(self._slots.items()):
+            if held.request is request:
+                self.engine.stop(slot)
+                del self._slots[slot]
+
+    def _admit(self, pending: deque[Request]) -> None:
+        free = [s for s in range(self.engine.slots) if s not in self._slots]
+        while pending and free:
+            request = pending.popleft()
+            common = {s: self._common(s, request.ids) for s in free}
+            slot = max(free, key=lambda s: (common[s], -s))
+            free.remove(slot)
+            count = request.ids.shape[0]
+            # Row t of a drafter may hold token t + 1, so the last common row runs again; so does row n - 2,
+            # which methods carry a hidden state from.
+            fed = max(min(common[slot] - 1, count - 2), 0)
+            self._families = tuple(dict.fromkeys((*self._families, *request.families)))
+            self._sampled = self._sampled or request.sampled
+            self.engine.declare(self._families)
+            self.engine.bind(
+                slot, request.ids, limit=request.limit, eos=request.eos, seed=request.seed, settings=request.settings,
+            )
+            self._slots[slot] = _Slot(request, fed)
+
+    def _common(self, slot: int, ids: Tensor) -> int:
+        history = self.engine.history(slot)[:-1]  # the newest token has no K/V yet
+        shared = min(history.shape[0], ids.shape[0])
+        if not shared:
+            return 0
+        differs = (history[:shared] != ids[:shared].to(history.device)).to(torch.int64)
+        return int(differs.argmax()) if bool(differs.any()) else shared
+
+    def _step(self, stats: Stats) -> Iterator[Progress]:
+        rows = self._fill()
+        filling = bool(rows) or any(not s.running for s in self._slots.values())
+        key = self._key(0 if filling else self.block, self.engine.feed if filling else 0)
+        if filling:
+            self.engine.set_feed(rows)
+            ready = [i for i, s in self._slots.items() if not s.running and s.fed >= s.request.ids.shape[0] - 1]
+            self.engine.start(ready)
+            for slot in ready:
+                self._slots[slot].running = True
+        begin = time.perf_counter()
+        records = self.engine.step(key)
+        stats.device_steps += 1
+        if filling:
+            stats.prefill_steps += 1
+        else:
+            stats.step_seconds += time.perf_counter() - begin
+        for slot, held in list(self._slots.items()):
+            record = records[slot]
+            if not held.running or not record.tokens:
+                continue
+            if record.fault:
+                raise UnsupportedError(
+                    "this generation cannot go on", ["the target's logits are NaN or all -inf"],
+                    "Check the weights and the dtype: float16 and bfloat16 may overflow where float32 does not.",
+                )
+            stats.add(record)
+            finish = None if record.finish == RUNNING else "stop" if record.finish == STOP else "length"
+            if finish is not None:
+                del self._slots[slot]
+            yield Progress(held.request, record, finish)
+
+    def _fill(self) -> list[tuple[int, int]]:
+        """Return the prompt rows of the next step, the oldest request first."""
+        rows: list[tuple[int, int]] = []
+        for slot, held in self._slots.items():
+            end = held.request.ids.shape[0] - 1
+            take = min(end - held.fed, self.engine.feed - len(rows))
+            if held.running or take <= 0:
+                continue
+            rows.extend((slot, position) for position in range(held.fed, held.fed + take))
+            held.fed += take
+        return rows
+
+    def _key(self, block: int, feed: int) -> StepKey:
+        return StepKey(block, feed, self.rule, self._sampled, self._families, self.extras)
