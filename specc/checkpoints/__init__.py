@@ -6,7 +6,13 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol
 
-from specc.checkpoints import safeai_eagle3, specforge_eagle3, speculators_eagle3, speculators_peagle
+from specc.checkpoints import (
+    safeai_eagle3,
+    specforge_eagle3,
+    speculators_block,
+    speculators_eagle3,
+    speculators_peagle,
+)
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.errors import ArtifactError, UnsupportedError
@@ -25,7 +31,13 @@ class Layout(Protocol):
         """Read the drafter; ArtifactError names what is wrong with it, or with it for this target."""
 
 
-LAYOUTS: tuple[Layout, ...] = (safeai_eagle3, specforge_eagle3, speculators_eagle3, speculators_peagle)
+LAYOUTS: tuple[Layout, ...] = (
+    safeai_eagle3,
+    specforge_eagle3,
+    speculators_eagle3,
+    speculators_peagle,
+    speculators_block,
+)
 
 
 def read_drafter(path: str | Path, target: ModelInfo, method: str | None = None) -> DrafterBundle:
