@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specc.checkpoints import (
+    deepseek_dspark,
+    deepspec_dspark,
+    hf_dflash,
     safeai_eagle3,
     specforge_eagle3,
     speculators_block,
     speculators_eagle3,
     speculators_peagle,
+    zlab_dflash,
 )
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
@@ -37,6 +41,10 @@ LAYOUTS: tuple[Layout, ...] = (
     speculators_eagle3,
     speculators_peagle,
     speculators_block,
+    zlab_dflash,
+    hf_dflash,
+    deepspec_dspark,
+    deepseek_dspark,
 )
 
 

@@ -126,6 +126,8 @@ def load_block(
             raise folder.refuse(
                 name, "no such tensor", f"a tensor {[rows, config.hidden]}: the target's is {shape} and cannot fill in"
             )
+    if config.own_embed and not config.own_head and folder.config.get("tie_word_embeddings"):
+        raise folder.refuse("lm_head.weight", "no such tensor, and tie_word_embeddings is true", "a head of its own")
     _check_fusion(folder, config, rename or {})
     ids = read_draft_ids(folder, config.draft_vocab, config.vocab)
     drafter = BlockDrafter(replace(config, maps_ids=ids is not None))
