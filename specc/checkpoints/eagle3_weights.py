@@ -112,5 +112,5 @@ def bundle(
     )
     shared = [name for name, own in (("embedding", config.own_embed), ("head", config.own_head)) if not own]
     if shared:
-        notes = (*notes, f"the target's {' and '.join(shared)} fill in: the checkpoint has none")
+        notes = (*notes, f"the target's {' and '.join(shared)} used: the checkpoint has none")
     return DrafterBundle(info, drafter, unused=folder.finish(), notes=notes)

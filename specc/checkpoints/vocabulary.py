@@ -7,6 +7,9 @@ from torch import Tensor
 
 from specc.checkpoints.reading import Folder
 
+# Frequent tokens have neighbours: among this many there is a pair, and its offsets are equal.
+_ENOUGH = 32
+
 
 def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | None:
     """Return the target id of every draft id, int64 [draft_vocab]; None when the two vocabularies are one.
@@ -40,5 +43,14 @@ def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | Non
     if "t2d" in folder.names:
         mask = folder.take("t2d", (vocab,)).bool()
         if not torch.equal(mask.nonzero().flatten(), ids):
-            raise folder.refuse("t2d", f"{int(mask.sum())} ids that are not d2t's", f"the {draft_vocab} ids d2t names")
+            raise folder.refuse(
+                "t2d", f"{int(mask.sum())} ids that are not d2t's target ids",
+                f"the {draft_vocab} ids d + d2t[d] (absolute ids in d2t, instead of offsets, look like this)",
+            )
+    elif draft_vocab >= _ENOUGH and bool((offsets[1:] > offsets[:-1]).all()):
+        raise folder.refuse(
+            "d2t", "values that rise at every draft id, and no t2d that confirms them",
+            "offsets to the target id, which stay equal where two drafted ids are neighbours "
+            "(absolute ids instead of offsets look like this)",
+        )
     return None if draft_vocab == vocab else ids

@@ -126,7 +126,7 @@ class Driver:
 
     def observe(self, rows: Sequence[tuple[int, int, bool]], features: Sequence[Tensor]) -> None:
         """Hand rows (slot, position, is live) to the method, with the features of each slot's text."""
-        width = features[0].shape[1]
+        width = max(table.shape[1] for table in features)  # slots without a text have an empty table
         newest, has_newest = torch.full((self.slots,), 10**6), torch.zeros(self.slots, dtype=torch.bool)
         token, following, fed = [], [], []
         for index, (slot, position, live) in enumerate(rows):
@@ -178,7 +178,7 @@ class Driver:
             text.drafts.append(proposed)
             self.commit(slot, text.ids[anchor + 1 : anchor + 2 + count])
             rows += [(slot, anchor + row, row <= count) for row in range(self.block + 1)]
-        self.observe(rows, [text.features if text is not None else torch.empty(0, 1) for text in texts])
+        self.observe(rows, [text.features if text is not None else torch.empty(0, 0) for text in texts])
         return draft
 
     def walk(self, texts: Sequence[Text], count: int) -> None:
