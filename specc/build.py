@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from specc.contracts import AcceptRule, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
+from specc.contracts import DrafterInfo, Method, ModelInfo, Stage, TensorSpec
 from specc.graph import Input, Kind, StepGraph
+from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
+from specc.models.paths import layer_paths, path_of
 from specc.passes import STEP_PIPELINE, rows_pipeline
 from specc.pipeline import PassReport, run_passes
 from specc.step import (
@@ -42,10 +44,19 @@ class Target:
 
     module: nn.Module
     info: ModelInfo
-    embed_path: str
+    embed_path: str  # module paths
     head_path: str
     layer_paths: tuple[str, ...]
-    finish_logits: Callable[[Tensor], Tensor]  # softcap or scale after the head; identity for most
+    embed_transform: Callable[[Tensor], Tensor]  # scale after the embedding; identity for most
+    logit_transform: Callable[[Tensor], Tensor]  # softcap or scale after the head; identity for most
+
+
+def make_target(module: nn.Module, info: ModelInfo) -> Target:
+    """Return ``module`` as a target, its parts found."""
+    return Target(
+        module, info, path_of(module, embed_module(module)), path_of(module, head_module(module)),
+        layer_paths(module, info.layers), embed_transform(module), final_logit_transform(module),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class StepBuilder:
     """Builds the step graphs of one compiled object.
 
     Attributes:
-        target, method, drafter, shape, rule: what is built.
+        target, method, drafter, shape: what is built.
         disable: names of passes to leave out.
         dump: a folder for graphs as text, or None.
     """
@@ -90,7 +101,6 @@ class StepBuilder:
     method: Method
     drafter: Drafter | None
     shape: Shape
-    rule: AcceptRule
     disable: Sequence[str] = ()
     dump: Path | None = None
     traced: TracedModel = field(init=False)
@@ -99,7 +109,7 @@ class StepBuilder:
 
     def __post_init__(self) -> None:
         self.device = next(self.target.module.parameters()).device
-        traced = trace_model(self.target.module, self.target.layer_paths)
+        traced = trace_model(self.target.module)
         taps = self.method.taps(self.target.info, self.drafter.info if self.drafter else None)
         known = {p.name for p in STEP_PIPELINE}
         passes = rows_pipeline(taps, self.target.layer_paths, self.target.info.hidden)
@@ -202,12 +212,12 @@ class StepBuilder:
         def embed(v: Mapping[str, Tensor], ids: Tensor) -> Tensor:
             module = target.module.get_submodule(target.embed_path)
             out: Tensor = call_with(module, _strip(v, f"target.{target.embed_path}."), lambda m: m(ids))
-            return out
+            return target.embed_transform(out)
 
         def head(v: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
             module = target.module.get_submodule(target.head_path)
             out: Tensor = call_with(module, _strip(v, f"target.{target.head_path}."), lambda m: m(hidden))
-            return target.finish_logits(out)
+            return target.logit_transform(out)
 
         limit = drafter.info.max_position if drafter is not None else None
         return Parts(run_target, run_drafter, embed, head, limit)
@@ -246,11 +256,9 @@ class StepBuilder:
 
 def _relevant(stage: Stage, key: StepKey) -> StepKey:
     """Return the part of the key that a stage depends on, so that equal parts share one trace."""
-    if stage in ("draft", "verify"):
-        return replace(key, families=(), extras=())
-    if stage == "commit":
-        return replace(key, families=(), extras=(), sampled=key.sampled)
-    return key
+    if stage == "accept":
+        return key
+    return replace(key, families=("temperature",) if key.sampled else (), extras=())
 
 
 def _strip(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

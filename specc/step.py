@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specc.contracts import AcceptRule, Draft, Method, MethodContext, Proposal, Rows, TensorSpec
 from specc.ops import put, store
-from specc.sampling import SamplingContext, process, settings_columns
+from specc.sampling import SamplingContext, is_sampled, process, settings_columns
 from specc.sampling.accept import accept as accept_drafts
 from specc.sampling.draw import Drawer
 
@@ -31,16 +32,20 @@ MAX_EOS = 8  # end-of-sequence ids a slot can hold
 class StepKey:
     """Everything that makes one step graph differ from another of the same compiled object.
 
-    ``block`` drafts per slot (0: none), ``feed`` prompt rows beside the slots' own, the accept ``rule``, whether any
-    slot may sample, the settings ``families`` in use, and whether the processed logits are an output.
+    ``block`` drafts per slot (0: none), ``feed`` prompt rows beside the slots' own, the accept ``rule`` ("mixed": each
+    slot its own), the settings ``families`` in use, and what ``extras`` ("logits", "scores", "hidden") are outputs.
     """
 
     block: int
     feed: int
-    rule: AcceptRule
-    sampled: bool = False
+    rule: AcceptRule | Literal["mixed"]
     families: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any slot may sample; a greedy-only step holds no softmax and no noise."""
+        return is_sampled(self.families)
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,8 @@ def state_specs(shape: Shape) -> dict[str, TensorSpec]:
         "state.limit": TensorSpec((slots,), torch.int64),
         "state.running": TensorSpec((slots,), torch.bool),
         "state.eos": TensorSpec((slots, MAX_EOS), torch.int64),
-        "setting.temperature": TensorSpec((slots,), torch.float32),
-        "setting.seed": TensorSpec((slots,), torch.int64),
+        "state.seed": TensorSpec((slots,), torch.int64),
+        "state.coupled": TensorSpec((slots,), torch.bool),
     }
 
 
@@ -90,7 +95,7 @@ def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Pa
         return {}
     draw = Drawer(shape.vocab)
     if key.sampled:
-        draw = Drawer(shape.vocab, v["setting.temperature"], v["setting.seed"], v["state.length"], key.rule)
+        draw = Drawer(shape.vocab, v["setting.temperature"], v["state.seed"], v["state.length"], _rule(v, key))
 
     def run(drafter: object) -> Draft:
         return method.draft(_context(v, key, shape, parts, drafter, draw))
@@ -132,15 +137,15 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
         settings = {n.removeprefix("setting."): t for n, t in v.items() if n.startswith("setting.")}
         context = SamplingContext(
             tokens=v["state.tokens"], length=length, prompt_length=v["state.prompt_length"], draft=draft,
-            settings=settings, eos=v["state.eos"], limit=v["state.limit"],
+            settings=settings, eos=v["state.eos"], max_length=v["state.limit"],
         )
         logits = process(raw, context, key.families)
     proposal = Proposal(v["draft.probs"], v.get("draft.ids")) if "draft.probs" in v else None
     drafts = Draft(draft, proposal, v.get("draft.drawn"))
     if key.sampled:
         verdict = accept_drafts(
-            logits, drafts, temperature=v["setting.temperature"], seed=v["setting.seed"], length=length,
-            rule=key.rule, raw=raw,
+            logits, drafts, temperature=v["setting.temperature"], seed=v["state.seed"], length=length,
+            rule=_rule(v, key), raw=raw,
         )
     else:
         verdict = accept_drafts(logits, drafts, raw=raw)
@@ -178,6 +183,10 @@ def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: P
     parts.drafter(v, run)
     store(length, length + count)
     return {}
+
+
+def _rule(v: Values, key: StepKey) -> AcceptRule | Tensor:
+    return v["state.coupled"] if key.rule == "mixed" else key.rule
 
 
 def _stop(v: Values, count: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,6 @@ class TracedModel:
     weights: Mapping[str, Tensor]
     caches: Mapping[int, CacheShape]
     dtype: torch.dtype
-    layer_paths: tuple[str, ...]
 
     def cache_specs(self, slots: int, capacity: int) -> dict[str, TensorSpec]:
         """Return the caches of ``slots`` sequences of up to ``capacity`` tokens; the last row is scratch."""
@@ -74,12 +73,11 @@ class _OnRows(nn.Module):
         return logits
 
 
-def trace_model(model: nn.Module, layer_paths: tuple[str, ...], name: str = "target") -> TracedModel:
+def trace_model(model: nn.Module, name: str = "target") -> TracedModel:
     """Trace ``model`` over a symbolic number of rows.
 
     Args:
         model: a transformers causal LM in eval mode; it is left as it was.
-        layer_paths: the paths of its decoder layers, in order.
         name: the prefix that its weights get in a step graph.
 
     Raises:
@@ -92,7 +90,7 @@ def trace_model(model: nn.Module, layer_paths: tuple[str, ...], name: str = "tar
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     graph, weights = _lift(program, model, name)
     logger.info("traced %s: %d nodes, %.1f s", name, len(graph.graph.nodes), time.perf_counter() - begin)
-    return TracedModel(graph, weights, caches, dtype, layer_paths)
+    return TracedModel(graph, weights, caches, dtype)
 
 
 def probe_caches(model: nn.Module) -> dict[int, CacheShape]:

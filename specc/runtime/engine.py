@@ -18,7 +18,7 @@ from specc.build import BuiltStep, StepBuilder
 from specc.contracts import Backend, TensorSpec
 from specc.errors import InputError
 from specc.runtime.state import StepState, allocate
-from specc.sampling import neutral, settings_columns
+from specc.sampling import fit, settings_columns
 from specc.step import MAX_EOS, RECORD, StepKey
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,9 @@ class Engine:
         specs |= {name: TensorSpec((feed,), torch.int64) for name in ("feed.slot", "feed.position")}
         self.state: StepState = allocate(specs, builder.device)
         self._runners: dict[StepKey, _Runner] = {}
+        self._columns: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._families: tuple[str, ...] = ()
+        self._values: dict[int, Mapping[str, Tensor]] = {}
         self.compiles: list[str] = []
         self.outputs: dict[str, Tensor] = {}
 
@@ -72,10 +75,9 @@ class Engine:
         """Return the compiled step of ``key``, building it if this is its first use."""
         if key not in self._runners:
             begin = time.perf_counter()
-            self.declare(key.families)
             built = self.builder.step(key)
             call = self.backend.build(built.graph)
-            tensors = self.state.named() | self.builder.weights
+            tensors = self.state.named() | self.builder.weights | self._settings(key.families)
             inputs = [tensors[i.storage if i.kind == "weight" else i.name] for i in built.graph.inputs]
             self._runners[key] = _Runner(built, call, inputs)
             what = f"block {key.block}, feed {key.feed}, {'sampled' if key.sampled else 'greedy'}"
@@ -84,17 +86,36 @@ class Engine:
             logger.info("compiled step (%s) on %s: %.1f s", what, self.backend.name, time.perf_counter() - begin)
         return self._runners[key]
 
-    def declare(self, families: Sequence[str]) -> None:
-        """Allocate the settings columns of families that are new here, neutral in every slot."""
+    def _settings(self, families: Sequence[str]) -> dict[str, Tensor]:
+        """Return the settings tensors of ``families``, allocated once per name and shape."""
+        tensors = {}
         for name, column in settings_columns(families).items():
-            if name not in self.state.setting:
+            place = (name, column.shape)
+            if place not in self._columns:
                 shape = (self.slots, *column.shape)
-                self.state.setting[name] = neutral(name, column, shape, self.builder.device)
+                value = torch.full(shape, column.neutral, dtype=column.dtype, device=self.builder.device)
+                self._columns[place] = value
+            tensors[f"setting.{name}"] = self._columns[place]
+        return tensors
+
+    def use(self, families: Sequence[str]) -> None:
+        """Choose the settings families of the next steps; every slot's values are put into their columns."""
+        if tuple(families) != self._families:
+            self._families = tuple(families)
+            for slot in self._values:
+                self._write_settings(slot)
+
+    def _write_settings(self, slot: int) -> None:
+        known = settings_columns(self._families)
+        values = {n: t for n, t in self._values.get(slot, {}).items() if n in known}
+        tensors = self._settings(self._families)
+        for name, value in fit(values, self._families).items():
+            tensors[f"setting.{name}"][slot] = value.to(self.builder.device)
 
     @torch.no_grad()
     def bind(
-        self, slot: int, ids: Tensor, *, limit: int, eos: Sequence[int], seed: int,
-        settings: Mapping[str, object], keep: int = 0, prompt_length: int | None = None,
+        self, slot: int, ids: Tensor, *, limit: int, eos: Sequence[int] = (), seed: int = 0,
+        is_coupled: bool = False, settings: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Give a slot to a new sequence; it does not run before `feed_rows` and `start`.
 
@@ -103,28 +124,23 @@ class Engine:
             limit: total tokens at which the slot stops.
             eos: ids that end the sequence.
             seed: 64-bit seed of the slot's random streams.
+            is_coupled: which accept rule the slot follows in a "mixed" step.
             settings: values of the settings columns that are not neutral.
-            keep: leading tokens already in the slot (a shared prefix).
         """
         if len(eos) > MAX_EOS:
             raise InputError("eos_token_id", list(eos), f"at most {MAX_EOS} ids end a sequence")
         state = self.state.state
         count = ids.shape[0]
-        state["tokens"][slot, keep:count] = ids[keep:].to(state["tokens"].device)
+        state["tokens"][slot, :count] = ids.to(state["tokens"].device)
         state["length"][slot] = count
-        state["prompt_length"][slot] = count if prompt_length is None else prompt_length
+        state["prompt_length"][slot] = count
         state["limit"][slot] = limit
         state["running"][slot] = False
         state["eos"][slot] = torch.tensor([*eos, *[-1] * (MAX_EOS - len(eos))])
-        for name, tensor in self.state.setting.items():
-            column = settings_columns(None).get(name)
-            if name == "seed":
-                tensor[slot] = seed
-            elif name in settings:
-                value = settings[name]
-                tensor[slot] = torch.as_tensor(value, dtype=tensor.dtype)
-            elif column is not None:
-                tensor[slot] = neutral(name, column, tuple(tensor.shape[1:]), tensor.device)
+        state["seed"][slot] = seed
+        state["coupled"][slot] = is_coupled
+        self._values[slot] = dict(settings or {})
+        self._write_settings(slot)
 
     def start(self, slots: Sequence[int]) -> None:
         """Let slots take part in the next steps."""

@@ -18,6 +18,7 @@ from specc.contracts import AcceptRule
 from specc.errors import UnsupportedError
 from specc.runtime.engine import Engine, SlotRecord
 from specc.runtime.stats import Stats
+from specc.sampling import join
 from specc.step import RUNNING, STOP, StepKey
 
 
@@ -32,8 +33,7 @@ class Request:
     limit: int
     eos: tuple[int, ...] = ()
     seed: int = 0
-    sampled: bool = False
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, Tensor] = field(default_factory=dict)
     families: tuple[str, ...] = ()
     rule: AcceptRule = "ratio"
     block: int | None = None  # None = the compiled block
@@ -63,7 +63,6 @@ class Scheduler:
         self.engine, self.block, self.rule, self.extras = engine, block, rule, extras
         self._slots: dict[int, _Slot] = {}
         self._families: tuple[str, ...] = ()
-        self._sampled = False
 
     def run(self, requests: Iterable[Request], stats: Stats) -> Iterator[Progress]:
         """Yield the progress of every request, step by step; leaves the engine idle however it ends."""
@@ -104,11 +103,11 @@ class Scheduler:
             # Row t of a drafter may hold token t + 1, so the last common row runs again; so does row n - 2,
             # which methods carry a hidden state from.
             fed = max(min(common[slot] - 1, count - 2), 0)
-            self._families = tuple(dict.fromkeys((*self._families, *request.families)))
-            self._sampled = self._sampled or request.sampled
-            self.engine.declare(self._families)
+            self._families = join(self._families, request.families)
+            self.engine.use(self._families)
             self.engine.bind(
-                slot, request.ids, limit=request.limit, eos=request.eos, seed=request.seed, settings=request.settings,
+                slot, request.ids, limit=request.limit, eos=request.eos, seed=request.seed,
+                is_coupled=request.rule == "coupled", settings=request.settings,
             )
             self._slots[slot] = _Slot(request, fed)
 
@@ -165,4 +164,6 @@ class Scheduler:
         return rows
 
     def _key(self, block: int, feed: int) -> StepKey:
-        return StepKey(block, feed, self.rule, self._sampled, self._families, self.extras)
+        rules = {s.request.rule for s in self._slots.values()}
+        rule = self.rule if rules <= {self.rule} else "mixed"
+        return StepKey(block, feed, rule, self._families, self.extras)
