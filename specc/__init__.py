@@ -19,13 +19,14 @@ from specc.errors import (
 )
 
 if TYPE_CHECKING:
-    from specc.api import Compiled, bench, compile
+    from specc.api import Compiled, Generation, bench, compile
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",
     "Compiled",
+    "Generation",
     "InputError",
     "InvariantError",
     "SpeccError",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 # No module or folder of specc may have one of these names: importing it would replace the attribute.
-LAZY = ("Compiled", "bench", "compile")
+LAZY = ("Compiled", "Generation", "bench", "compile")
 
 
 def __getattr__(name: str) -> Any:
