@@ -167,16 +167,21 @@ def _fused(folder: Folder, config: BlockConfig, part: str) -> Tensor:
     ])
 
 
+def describe(name: str, method: str, layout: str, config: BlockConfig) -> DrafterInfo:
+    """Return the facts of a block drafter, for `Method.reject` and `write_drafter`."""
+    return DrafterInfo(
+        name=name, method=method, layout=layout, hidden=config.hidden, target_hidden=config.target_hidden,
+        vocab=config.draft_vocab, target_vocab=config.vocab, taps=config.taps, max_position=config.max_position,
+        block=config.drafts, mask_token=config.mask_token, config=config,
+    )
+
+
 def bundle(
     folder: Folder, method: str, layout: str, drafter: BlockDrafter, notes: tuple[str, ...] = ()
 ) -> DrafterBundle:
     """Return the drafter with its facts; refuses tensors nobody read."""
     config = drafter.config
-    info = DrafterInfo(
-        name=folder.path.name, method=method, layout=layout, hidden=config.hidden, target_hidden=config.target_hidden,
-        vocab=config.draft_vocab, target_vocab=config.vocab, taps=config.taps, max_position=config.max_position,
-        block=config.drafts, mask_token=config.mask_token, config=config,
-    )
+    info = describe(folder.path.name, method, layout, config)
     shared = [part for part, own in (("embedding", config.own_embed), ("head", config.own_head)) if not own]
     if shared:
         notes = (*notes, f"the target's {' and '.join(shared)} fill in: the checkpoint has none")

@@ -6,8 +6,11 @@ from types import MappingProxyType
 
 from specc.contracts import Method
 from specc.errors import UnknownNameError
+from specc.methods.dflash import DFlash
+from specc.methods.dflash2 import DFlash2
+from specc.methods.dspark import DSpark
 
-_ALL: tuple[Method, ...] = ()
+_ALL: tuple[Method, ...] = (DFlash(), DSpark(), DFlash2())
 METHODS = MappingProxyType({m.name: m for m in _ALL})
 
 
