@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specc import ops
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec
-from specc.drafters.eagle3 import Attend, Eagle3Drafter
+from specc.drafters.eagle3 import Eagle3Drafter
+from specc.methods.chain import Step, draft_chain, observe_chain
 
 
 @dataclass(frozen=True)
 class Eagle3:
-    """A chain of K drafts.
-
-    The drafter's row t pairs the target's feature of position t with the token at t + 1 and sits at
-    position t, so its newest true row is n - 2 and that row's output already gives the first draft.
+    """A chain of K drafts; rows and state as in `methods.chain`.
 
     Attributes:
         draft_attention_window: Cache rows a drafted row may look back on; None = all. Rows of true
@@ -75,60 +72,24 @@ class Eagle3:
         return specs
 
     def observe(self, context: MethodContext, rows: Rows) -> None:
-        drafter: Eagle3Drafter = context.drafter
-        assert rows.features is not None, "eagle3 has taps"
-        cache_row = rows.cache_row.clamp(max=context.capacity)  # garbage rows go to the one scratch row
-        output = drafter.step(
-            drafter.fuse(rows.features),
-            drafter.embed(rows.next_token, context.embed),
-            rows.position,
-            _attend(context, rows.slot, cache_row, torch.zeros_like(cache_row), cache_row),
-        )
-        newest = output[rows.newest.clamp(0, output.shape[0] - 1)]
-        hidden = context.state["hidden"]
-        ops.store(hidden, torch.where(rows.has_newest[:, None], newest.to(hidden.dtype), hidden))
+        observe_chain(context, rows, _step(context))
 
     def draft(self, context: MethodContext) -> Draft:
-        drafter: Eagle3Drafter = context.drafter
-        slot = torch.arange(context.slots, device=context.length.device)
-        # With one committed token there is no feature row yet, and `hidden` is some earlier request's.
-        ready = context.length >= 2
-        output = torch.where(ready[:, None], context.state["hidden"], 0)
-        valid = [self._within(drafter, context, context.length - 2) & ready]
-        for index in range(context.block):
-            token = context.draw(drafter.head(output, context.head), index, ids=drafter.target_ids)
-            if index + 1 == context.block:
-                break
-            position = context.length - 1 + index
-            inside = self._within(drafter, context, position) & ready
-            cache_row = context.cache_rows(position, inside & context.running)
-            first = torch.zeros_like(cache_row)
-            if self.draft_attention_window is not None:
-                first = (cache_row - self.draft_attention_window + 1).clamp(min=0)
-            output = drafter.step(
-                drafter.carried(output),
-                drafter.embed(token, context.embed),
-                position.clamp(min=0),
-                _attend(context, slot, cache_row, first, cache_row),
-            )
-            valid.append(inside)
-        return context.draw.draft(valid=torch.stack(valid, dim=1))
-
-    @staticmethod
-    def _within(drafter: Eagle3Drafter, context: MethodContext, position: Tensor) -> Tensor:
-        """Return whether rows at ``position`` are inside the cache and the drafter's own position range."""
-        limit = drafter.config.max_position
-        return position < (context.capacity if limit is None else min(limit, context.capacity))
+        return draft_chain(context, _step(context), self.draft_attention_window)
 
 
-def _attend(context: MethodContext, slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor) -> Attend:
-    scale = context.drafter.config.layer.scale
+def _step(context: MethodContext) -> Step:
+    drafter: Eagle3Drafter = context.drafter
+    scale = drafter.config.layer.scale
 
-    def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key_cache, value_cache = context.state[f"key.{index}"], context.state[f"value.{index}"]
-        attended: Tensor = ops.attend(
-            query, key, value, key_cache, value_cache, slot, cache_row, first, last, scale
-        )
-        return attended
+    def step(
+        feature: Tensor, embedding: Tensor, position: Tensor, slot: Tensor, cache_row: Tensor, first: Tensor
+    ) -> Tensor:
+        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            caches = context.state[f"key.{index}"], context.state[f"value.{index}"]
+            attended: Tensor = ops.attend(query, key, value, *caches, slot, cache_row, first, cache_row, scale)
+            return attended
 
-    return attend
+        return drafter.step(feature, embedding, position, attend)
+
+    return step

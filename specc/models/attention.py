@@ -37,6 +37,7 @@ class _Rows:
     cache_row: Tensor
     key_caches: Mapping[int, Tensor]
     value_caches: Mapping[int, Tensor]
+    first: Tensor | None
 
 
 @dataclass
@@ -49,10 +50,14 @@ _OPEN: ContextVar[_Rows | _Probe | None] = ContextVar("specc_rows", default=None
 
 @contextlib.contextmanager
 def rows_context(
-    *, slot: Tensor, cache_row: Tensor, key_caches: Mapping[int, Tensor], value_caches: Mapping[int, Tensor]
+    *, slot: Tensor, cache_row: Tensor, key_caches: Mapping[int, Tensor], value_caches: Mapping[int, Tensor],
+    first: Tensor | None = None,
 ) -> Iterator[None]:
-    """Let attention layers run on rows: caches are [slots, heads, rows, size] by layer index."""
-    token = _OPEN.set(_Rows(slot, cache_row, key_caches, value_caches))
+    """Let attention layers run on rows: caches are [slots, heads, rows, size] by layer index.
+
+    ``first`` int64 [rows] is the oldest cache row that each row may see, beside the layers' own windows.
+    """
+    token = _OPEN.set(_Rows(slot, cache_row, key_caches, value_caches, first))
     try:
         yield
     finally:
@@ -119,6 +124,8 @@ def _attention(
         first = torch.zeros_like(cache_row)
     else:
         first = (cache_row - (sliding_window - 1)).clamp(min=0)
+    if current.first is not None:
+        first = torch.maximum(first, current.first)
     out = attend(
         rows_query, rows_key, rows_value, current.key_caches[layer], current.value_caches[layer],
         current.slot, cache_row, first, cache_row, scale, softcap, s_aux,

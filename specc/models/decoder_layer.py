@@ -1,0 +1,174 @@
+"""One decoder layer of a target's own type, with given weights, run on rows: what an MTP module is made around.
+
+transformers builds the layer and converts the checkpoint's tensors (fused experts, for one), as it does for the
+whole model, so every family it can load works here without a word about its names.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specc.errors import UnsupportedError
+from specc.models.attention import CacheShape, attention_on_rows, probe_context, rows_context
+
+_LAYER = "model.layers.0."
+_FULL = "full_attention"
+
+
+class DecoderLayer(nn.Module):
+    """A transformers decoder layer with its rotary embedding, over rows and caches."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+        self.cache = self._probe()
+
+    def forward(
+        self, hidden: Tensor, position: Tensor, *, slot: Tensor, cache_row: Tensor, first: Tensor,
+        key_cache: Tensor, value_cache: Tensor,
+    ) -> Tensor:
+        """Return the layer's output [rows, hidden]; row i sees cache rows first[i]..cache_row[i] of its slot."""
+        caches = {"key_caches": {0: key_cache}, "value_caches": {0: value_cache}}
+        with attention_on_rows(self), rows_context(slot=slot, cache_row=cache_row, first=first, **caches):
+            return self._run(hidden, position)
+
+    def _run(self, hidden: Tensor, position: Tensor) -> Tensor:
+        batch, where = hidden[None], position[None]
+        # transformers turns autocast and gradients off around rope; both are off already, and their marks would
+        # otherwise be traced as nodes that compute nothing.
+        with torch._C.DisableTorchFunction():
+            turns = None if self.rotary is None else self.rotary(batch, where)
+            out: Any = self.layer(batch, attention_mask=None, position_ids=where, position_embeddings=turns)
+        output: Tensor = out[0] if isinstance(out, tuple) else out
+        return output[0]
+
+    def _probe(self) -> CacheShape:
+        """Return the K/V shape, from one forward on fake tensors."""
+        weight = next(p for p in self.layer.parameters() if p.dim() == 1)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), attention_on_rows(self):
+            with probe_context() as layers:
+                hidden = torch.empty(3, weight.shape[0], dtype=weight.dtype, device=weight.device)
+                self._run(hidden, torch.zeros(3, dtype=torch.int64, device=weight.device))
+        return layers[0]
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """A decoder layer, a norm of the family's class to copy, and what did not fit (names relative to the layer)."""
+
+    layer: DecoderLayer | None  # None when something did not fit
+    norm: nn.Module
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, found, expected
+
+    def norm_of(self, weight: Tensor) -> nn.Module:
+        """Return a norm of the family's own rule (its epsilon, its weight offset) with this weight."""
+        norm = copy.deepcopy(self.norm)
+        norm.load_state_dict({"weight": weight})
+        return norm.requires_grad_(False)
+
+
+def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LoadedLayer:
+    """Build one decoder layer of the model that ``config`` describes and load tensors named inside it.
+
+    Whether the layer is sparse (experts) or dense follows from the tensors; it attends in full unless
+    ``mtp_layer_types`` says otherwise.
+
+    Raises:
+        UnsupportedError: transformers cannot build such a layer, or its kind of attention is ambiguous.
+    """
+    from transformers import AutoModelForCausalLM
+
+    configuration = _one_layer(config, is_sparse=any(".experts." in name for name in tensors))
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(configuration, dtype=dtype)
+    except Exception as error:
+        raise UnsupportedError(
+            f"an MTP module inside a {configuration.model_type}",
+            [f"transformers cannot build its decoder layer: {type(error).__name__}: {error}"],
+        ) from error
+    shapes = {name: value.shape for name, value in skeleton.state_dict().items()}
+    if not any(name.startswith(_LAYER) for name in shapes) or "model.norm.weight" not in shapes:
+        raise UnsupportedError(
+            f"an MTP module inside a {configuration.model_type}", [f"its layers are not at {_LAYER} under model.norm"]
+        )
+    # Everything outside the layer is a filler, so that what transformers misses are the layer's own tensors.
+    state = {name: torch.zeros(shape) for name, shape in shapes.items() if not name.startswith(_LAYER)}
+    state |= {_LAYER + name: value for name, value in tensors.items()}
+    with _quiet():
+        model, report = type(skeleton).from_pretrained(
+            None, config=configuration, state_dict=state, dtype=dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("grouped_mm")  # the one without branches on values
+    model.eval().requires_grad_(False)
+    found = {
+        kind: tuple(sorted(name.removeprefix(_LAYER) for name in report[f"{kind}_keys"]))
+        for kind in ("missing", "unexpected")
+    }
+    mismatched = tuple((name.removeprefix(_LAYER), tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"])
+    whole = not (mismatched or any(found.values()))
+    layer = DecoderLayer(model.model.layers[0], getattr(model.model, "rotary_emb", None)) if whole else None
+    return LoadedLayer(layer, model.model.norm, found["missing"], found["unexpected"], mismatched)
+
+
+def final_norm(module: nn.Module) -> nn.Module:
+    """Return the norm that a causal LM applies before its head."""
+    decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        found = getattr(decoder, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UnsupportedError(f"{type(module).__name__} has no final norm specc can find", ["an MTP module reads past it"])
+
+
+def _one_layer(config: Mapping[str, Any], *, is_sparse: bool) -> Any:
+    """Return the configuration cut to one layer of the kind the MTP module has, with a token vocabulary."""
+    from transformers import AutoConfig
+
+    values = dict(config)
+    model_type = values.pop("model_type", None)
+    kinds = values.get("mtp_layer_types") or [_FULL]
+    if values.get("mtp_layer_types") is None and any("sliding" in str(kind) for kind in values.get("layer_types") or ()):
+        raise UnsupportedError(
+            f"an MTP module inside a {model_type}",
+            ["the target mixes sliding and full attention and its config has no mtp_layer_types"],
+        )
+    values |= {"num_hidden_layers": 1, "vocab_size": 2, "pad_token_id": None, "bos_token_id": None,
+               "eos_token_id": None, "tie_word_embeddings": False}
+    changes = {
+        "layer_types": kinds[:1],
+        "mlp_layer_types": ["sparse" if is_sparse else "dense"],
+        "first_k_dense_replace": 0 if is_sparse else 1,
+        "mlp_only_layers": [] if is_sparse else [0],
+    }
+    values |= {key: value for key, value in changes.items() if values.get(key) is not None}
+    for key in ("quantization_config", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        values.pop(key, None)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UnsupportedError(f"an MTP module inside a {model_type}", [str(error)]) from error
+
+
+class _quiet:  # noqa: N801  a context manager, used like a function
+    """Keep transformers from reporting on the skeleton, which nobody asked to see."""
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("transformers")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
