@@ -37,9 +37,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "passes": _BASE,
     "backends": _BASE,
     "methods": _BASE | {"drafters"},
-    "checkpoints": _BASE | {"drafters"},
+    "checkpoints": _BASE | {"drafters", "models"},  # an MTP drafter's layers are the target family's own
     "sampling": _BASE,
-    "models": _BASE,
+    "models": _BASE | {"device"},  # the default dtype of a load depends on the device
     "device": _BASE,
     "pipeline": _BASE,
     "step": _BASE | {"sampling"},
