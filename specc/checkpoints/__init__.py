@@ -14,7 +14,9 @@ from specc.checkpoints import (
     specforge_eagle3,
     speculators_block,
     speculators_eagle3,
+    speculators_mtp,
     speculators_peagle,
+    target_mtp,
     zlab_dflash,
 )
 from specc.checkpoints.reading import Folder
@@ -45,6 +47,8 @@ LAYOUTS: tuple[Layout, ...] = (
     hf_dflash,
     deepspec_dspark,
     deepseek_dspark,
+    speculators_mtp,
+    target_mtp,
 )
 
 

@@ -9,8 +9,10 @@ from specc.errors import UnknownNameError
 from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
 from specc.methods.dspark import DSpark
+from specc.methods.eagle3 import Eagle3
+from specc.methods.mtp import Mtp
 
-_ALL: tuple[Method, ...] = (DFlash(), DSpark(), DFlash2())
+_ALL: tuple[Method, ...] = (Eagle3(), Mtp(), DFlash(), DSpark(), DFlash2())
 METHODS = MappingProxyType({m.name: m for m in _ALL})
 
 

@@ -6,9 +6,10 @@ whole model, so every family it can load works here without a word about its nam
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,10 @@ _FULL = "full_attention"
 class DecoderLayer(nn.Module):
     """A transformers decoder layer with its rotary embedding, over rows and caches."""
 
-    def __init__(self, layer: nn.Module, rotary: nn.Module | None) -> None:
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
         super().__init__()
         self.layer, self.rotary = layer, rotary
-        self.cache = self._probe()
+        self.cache = self._probe(width)
 
     def forward(
         self, hidden: Tensor, position: Tensor, *, slot: Tensor, cache_row: Tensor, first: Tensor,
@@ -44,18 +45,18 @@ class DecoderLayer(nn.Module):
         batch, where = hidden[None], position[None]
         # transformers turns autocast and gradients off around rope; both are off already, and their marks would
         # otherwise be traced as nodes that compute nothing.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _as_if_exported():
             turns = None if self.rotary is None else self.rotary(batch, where)
             out: Any = self.layer(batch, attention_mask=None, position_ids=where, position_embeddings=turns)
         output: Tensor = out[0] if isinstance(out, tuple) else out
         return output[0]
 
-    def _probe(self) -> CacheShape:
+    def _probe(self, width: int) -> CacheShape:
         """Return the K/V shape, from one forward on fake tensors."""
-        weight = next(p for p in self.layer.parameters() if p.dim() == 1)
+        weight = next(p for p in self.layer.parameters() if p.is_floating_point())
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), attention_on_rows(self):
             with probe_context() as layers:
-                hidden = torch.empty(3, weight.shape[0], dtype=weight.dtype, device=weight.device)
+                hidden = torch.empty(3, width, dtype=weight.dtype, device=weight.device)
                 self._run(hidden, torch.zeros(3, dtype=torch.int64, device=weight.device))
         return layers[0]
 
@@ -88,7 +89,8 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
     """
     from transformers import AutoModelForCausalLM
 
-    configuration = _one_layer(config, is_sparse=any(".experts." in name for name in tensors))
+    is_sparse = any(".experts." in name for name in tensors)
+    configuration = _one_layer(config, is_sparse=is_sparse)
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(configuration, dtype=dtype)
@@ -110,7 +112,7 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
             None, config=configuration, state_dict=state, dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    if hasattr(model, "set_experts_implementation"):
+    if is_sparse:
         model.set_experts_implementation("grouped_mm")  # the one without branches on values
     model.eval().requires_grad_(False)
     found = {
@@ -119,7 +121,10 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
     }
     mismatched = tuple((name.removeprefix(_LAYER), tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"])
     whole = not (mismatched or any(found.values()))
-    layer = DecoderLayer(model.model.layers[0], getattr(model.model, "rotary_emb", None)) if whole else None
+    layer = None
+    if whole:
+        width = model.get_input_embeddings().weight.shape[1]
+        layer = DecoderLayer(model.model.layers[0], getattr(model.model, "rotary_emb", None), width)
     return LoadedLayer(layer, model.model.norm, found["missing"], found["unexpected"], mismatched)
 
 
@@ -160,6 +165,17 @@ def _one_layer(config: Mapping[str, Any], *, is_sparse: bool) -> Any:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError) as error:
         raise UnsupportedError(f"an MTP module inside a {model_type}", [str(error)]) from error
+
+
+@contextlib.contextmanager
+def _as_if_exported() -> Iterator[None]:
+    """Make transformers take the branches it takes under torch.export: its experts then run in any dtype."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class _quiet:  # noqa: N801  a context manager, used like a function
