@@ -81,8 +81,12 @@ def describe(device: torch.device) -> DeviceInfo:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return DeviceInfo(
-            "cuda", found.name, f"sm_{found.major}{found.minor}", found.multi_processor_count,
-            found.total_memory, has_fast_half(device),
+            "cuda",
+            found.name,
+            f"sm_{found.major}{found.minor}",
+            found.multi_processor_count,
+            found.total_memory,
+            has_fast_half(device),
         )
     flags = _cpu_flags()
     extra = [name for name in ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx_vnni") if flags.get(name)]
@@ -101,7 +105,9 @@ def default_dtype(checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
         half = str(checkpoint).removeprefix("torch.")
         logger.info(
             "%s has no %s instructions: the weights are used in float32 (pass dtype= to keep %s)",
-            describe(device).name, half, half,
+            describe(device).name,
+            half,
+            half,
         )
         return torch.float32
     return checkpoint

@@ -36,7 +36,10 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD,
 }
 _GEMMA: dict[str, Any] = {
-    "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": WINDOW,
     "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -62,27 +65,52 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
     "granite": {
-        "embedding_multiplier": 2.0, "logits_scaling": 1.5, "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 1.5,
+        "residual_multiplier": 0.7,
         "attention_multiplier": 0.3,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        **_EXPERTS, "num_experts": 6, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True,
+        **_EXPERTS,
+        "num_experts": 6,
+        "head_dim": 16,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
     },
     "gpt_oss": {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 4,
-        "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
         "rope_parameters": _ROPE,
     },
     "glm4_moe": {
-        **_EXPERTS, "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.3, "use_qk_norm": True, "attention_bias": True, "head_dim": 16,
+        **_EXPERTS,
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.3,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "head_dim": 16,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
     },
     "deepseek_v3": {
-        **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-        "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 12, "v_head_dim": 10,
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
     },
     "gpt2": {"n_positions": MAX_POSITION, "n_embd": 32, "n_layer": 3, "n_head": 4},
     "gpt_neox": {"use_parallel_residual": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
@@ -90,8 +118,23 @@ _FAMILY: dict[str, dict[str, Any]] = {
 _NAMES = {"gemma3": "gemma3_text"}  # the name people use -> transformers' model_type
 
 ARCHS: tuple[str, ...] = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "granite",
-    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "gpt2", "gpt_neox",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt2",
+    "gpt_neox",
 )
 MOE_ARCHS: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3")
 
@@ -197,6 +240,11 @@ def tiny_tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens(special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>",
-        padding_side="left", chat_template=CHAT_TEMPLATE,
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
     )

@@ -35,8 +35,9 @@ def text_config(module: nn.Module) -> Any:
 
 
 def plain_config(module: nn.Module) -> dict[str, Any]:
-    """Return the text configuration as plain JSON values."""
+    """Return the text configuration as plain JSON values, without the path it was read from."""
     values: dict[str, Any] = json.loads(text_config(module).to_json_string(use_diff=False))
+    values.pop("_name_or_path", None)
     return values
 
 
@@ -180,7 +181,8 @@ def model_info(module: nn.Module, tokenizer: _Sized | None = None, name: str | N
     limit = max_position(module)
     if limit is None:
         raise UnsupportedError(
-            f"{type(module).__name__} cannot be used", ["its configuration names no largest position"],
+            f"{type(module).__name__} cannot be used",
+            ["its configuration names no largest position"],
             "set config.max_position_embeddings",
         )
     heads = int(config.num_attention_heads)

@@ -20,8 +20,16 @@ from specc.models.info import (
 from tests.tiny import ARCHS, MAX_POSITION, VOCAB, tiny_model, tiny_tokenizer
 
 TIED = {"gemma2", "gemma3", "smollm3", "gpt2"}
-HEAD_DIM = {"qwen3": 16, "mistral": 16, "gemma2": 16, "gemma3": 16, "qwen3_moe": 16, "gpt_oss": 16,
-            "glm4_moe": 16, "deepseek_v3": 20}
+HEAD_DIM = {
+    "qwen3": 16,
+    "mistral": 16,
+    "gemma2": 16,
+    "gemma3": 16,
+    "qwen3_moe": 16,
+    "gpt_oss": 16,
+    "glm4_moe": 16,
+    "deepseek_v3": 20,
+}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
