@@ -137,6 +137,7 @@ class Driver:
                 newest[slot], has_newest[slot] = index, True
         live_rows = torch.tensor([live for _, _, live in rows])
         position_rows = torch.tensor([position for _, position, _ in rows])
+        drawn = self.draw
         with torch.no_grad():
             self.method.observe(self.context(), Rows(
                 token=torch.tensor(token), next_token=torch.tensor(following),
@@ -144,6 +145,7 @@ class Driver:
                 cache_row=torch.where(live_rows, position_rows, self.capacity), features=torch.stack(fed),
                 newest=newest, has_newest=has_newest,
             ))
+        self.draw = drawn  # what the last draft drew, for tests to look at
 
     def draft(self) -> Draft:
         with torch.no_grad():
