@@ -140,7 +140,8 @@ def _block_keys(config: BlockConfig) -> dict[str, Any]:
         "block_size": config.block,
         "mask_token_id": config.mask_token,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": bool(windowed) and not windowed[0],
+        # Without windows it says nothing; this is what speculators itself leaves there.
+        "sliding_window_non_causal": not windowed[0] if windowed else config.selector is not None,
     }
     if config.convolution is not None:
         keys |= {"conv_group_size": config.convolution.group, "conv_kernel_size": config.convolution.kernel}
