@@ -135,7 +135,9 @@ class Drawer:
         if all(ids is first for ids in self._ids) and (first is None or first.dim() == 1):
             return first
         if any(ids is None for ids in self._ids):
-            raise InvariantError("all draft tokens of a block name their candidates or none does", where="draw")
+            raise InvariantError(
+                "all draft tokens of a block name their candidates or none does", where="draw"
+            )
         shape = self._probs[0].shape
         return torch.stack([ids.expand(shape) for ids in self._ids if ids is not None], 1)
 
