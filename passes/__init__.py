@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from specc.contracts import Pass
 from specc.passes.check_capturable import check_capturable
 from specc.passes.drop_noops import drop_noops
+from specc.passes.functionalize import functionalize
 from specc.passes.fuse_step import fuse_step
 from specc.passes.insert_taps import insert_taps
 from specc.passes.share_weights import share_weights
@@ -19,7 +20,8 @@ from specc.passes.slice_logits import slice_logits
 def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) -> tuple[Pass, ...]:
     """Return the passes over a model's rows graph, in order."""
     return (
-        # Taps first, while the trace still says which layer each node came from.
+        # Taps early, while the trace still says which layer each node came from.
+        functionalize,
         insert_taps(taps, layer_paths, hidden),
         slice_logits,
     )

@@ -93,6 +93,7 @@ class Rows:
     features: Tensor | None  # [rows, taps * hidden], the taps concatenated in the method's order
     newest: Tensor  # int64 [slots]  index among the rows of each slot's newest true row (garbage if none)
     has_newest: Tensor  # bool [slots]  whether the slot has a true row here at all
+    reach: Tensor | None = None  # int64 [rows]  sequence length that chooses rotary frequencies (longrope)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def verify_stage(v: Values, key: StepKey, shape: Shape, parts: Parts) -> dict[st
     """Run the target on every slot's anchor and drafts, and on the rows the host feeds."""
     rows = _rows(v, key, shape)
     wanted = torch.arange(shape.slots * (key.block + 1), device=rows.token.device)
-    out = parts.target(v, rows.token, rows.slot, rows.position, rows.cache_row, logit_rows=wanted)
+    out = parts.target(v, rows.token, rows.slot, rows.position, rows.cache_row, rows.reach, logit_rows=wanted)
     found = {"verify.logits": out["logits"].view(shape.slots, key.block + 1, -1)}
     if "taps" in out:
         found["verify.taps"] = out["taps"]
@@ -210,6 +210,7 @@ class _StepRows:
     slot: Tensor
     position: Tensor
     cache_row: Tensor
+    reach: Tensor  # the sequence length a plain decode would have had at this row
 
 
 def _rows(v: Values, key: StepKey, shape: Shape) -> _StepRows:
@@ -228,7 +229,8 @@ def _rows(v: Values, key: StepKey, shape: Shape) -> _StepRows:
         token, slot = torch.cat([token, fed_token]), torch.cat([slot, fed_slot])
         position, live = torch.cat([position, fed]), torch.cat([live, fed >= 0])
     cache_row = torch.where(live, position, shape.capacity)
-    return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row)
+    reach = torch.maximum(position + 1, v["state.prompt_length"][slot])
+    return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row, reach)
 
 
 def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
@@ -252,7 +254,7 @@ def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
         has_newest = has_newest | (last_fed >= 0)
     return Rows(
         token=rows.token, next_token=next_token, slot=rows.slot, position=rows.position, cache_row=cache_row,
-        features=v.get("verify.taps"), newest=newest, has_newest=has_newest,
+        features=v.get("verify.taps"), newest=newest, has_newest=has_newest, reach=rows.reach,
     )
 
 

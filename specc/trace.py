@@ -26,7 +26,7 @@ from specc.models.attention import CacheShape, attention_on_rows, probe_context,
 
 logger = logging.getLogger(__name__)
 
-ROW_INPUTS = ("token", "slot", "position", "cache_row")
+ROW_INPUTS = ("token", "slot", "position", "cache_row", "reach")
 _ASSERTS = frozenset({
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten._assert_scalar.default,
@@ -64,10 +64,10 @@ class _OnRows(nn.Module):
         self.model = model
 
     def forward(
-        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor,
+        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor,
         keys: dict[int, Tensor], values: dict[int, Tensor],
     ) -> Tensor:
-        with rows_context(slot=slot, cache_row=cache_row, key_caches=keys, value_caches=values):
+        with rows_context(slot=slot, cache_row=cache_row, reach=reach, key_caches=keys, value_caches=values):
             out = self.model(input_ids=token[None], position_ids=position[None], use_cache=False)
         logits: Tensor = out.logits[0]
         return logits
@@ -94,9 +94,12 @@ def trace_model(model: nn.Module, name: str = "target") -> TracedModel:
 
 
 def probe_caches(model: nn.Module) -> dict[int, CacheShape]:
-    """Return the K/V shape of every layer, from one forward on fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True), probe_context() as layers:
-        token = torch.zeros(1, 3, dtype=torch.int64, device=next(model.parameters()).device)
+    """Return the K/V shape of every layer, from one forward of three tokens without attention.
+
+    It runs for real: experts check kernels by dtype, which fake tensors answer differently from the device.
+    """
+    with probe_context() as layers:
+        token = torch.arange(3, device=next(model.parameters()).device)[None]
         try:
             model(input_ids=token, position_ids=token, use_cache=False)
         except SpeccError:
@@ -176,15 +179,18 @@ class RowsModel:
         self._graph, self._weights, self._caches = graph, weights, caches
 
     def __call__(
-        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, logit_rows: Tensor | None = None
+        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor | None = None,
+        logit_rows: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the rows; returns the graph's outputs by name ("logits", "taps", ...).
 
         Args:
             token, slot, position, cache_row: int64 [rows].
+            reach: int64 [rows], the length that chooses a row's rotary frequencies; None = position + 1.
             logit_rows: int64, the rows whose logits are wanted, when `slice_logits` ran.
         """
-        given = {"token": token, "slot": slot, "position": position, "cache_row": cache_row, "logit_rows": logit_rows}
+        reach = position + 1 if reach is None else reach
+        given = dict(zip(ROW_INPUTS, (token, slot, position, cache_row, reach), strict=True)) | {"logit_rows": logit_rows}
         arguments = []
         for item in self._graph.inputs:
             if item.kind == "weight":

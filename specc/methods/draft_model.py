@@ -75,7 +75,7 @@ class DraftModel:
             limit = self._limit(context)
             cache_row = torch.where(rows.position < limit, rows.cache_row, context.capacity)
             position = rows.position.clamp(max=limit - 1)
-            context.drafter(rows.token, rows.slot, position, cache_row, logit_rows=rows.slot[:1] * 0)
+            context.drafter(rows.token, rows.slot, position, cache_row, rows.reach, logit_rows=rows.slot[:1] * 0)
 
     def _rows(
         self, context: MethodContext, token: torch.Tensor, slot: torch.Tensor, position: torch.Tensor,

@@ -7,6 +7,7 @@ The function is registered with transformers under the name ``specc`` the first 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class CacheShape:
 class _Rows:
     slot: Tensor
     cache_row: Tensor
+    reach: Tensor
     key_caches: Mapping[int, Tensor]
     value_caches: Mapping[int, Tensor]
     first: Tensor | None
@@ -51,13 +53,18 @@ _OPEN: ContextVar[_Rows | _Probe | None] = ContextVar("specc_rows", default=None
 @contextlib.contextmanager
 def rows_context(
     *, slot: Tensor, cache_row: Tensor, key_caches: Mapping[int, Tensor], value_caches: Mapping[int, Tensor],
-    first: Tensor | None = None,
+    first: Tensor | None = None, reach: Tensor | None = None,
 ) -> Iterator[None]:
-    """Let attention layers run on rows: caches are [slots, heads, rows, size] by layer index.
+    """Let attention layers run on rows.
 
-    ``first`` int64 [rows] is the oldest cache row that each row may see, beside the layers' own windows.
+    Args:
+        slot, cache_row: int64 [rows].
+        key_caches, value_caches: [slots, heads, cache rows, size] by layer index.
+        first: int64 [rows], the oldest cache row that each row may see, beside the layers' own windows.
+        reach: int64 [rows], the sequence length that chooses a row's rotary frequencies (longrope).
     """
-    token = _OPEN.set(_Rows(slot, cache_row, key_caches, value_caches, first))
+    reach = cache_row + 1 if reach is None else reach
+    token = _OPEN.set(_Rows(slot, cache_row, reach, key_caches, value_caches, first))
     try:
         yield
     finally:
@@ -77,20 +84,51 @@ def probe_context() -> Iterator[dict[int, CacheShape]]:
 
 @contextlib.contextmanager
 def attention_on_rows(module: nn.Module) -> Iterator[None]:
-    """Switch ``module`` to the registered attention and back, so that the caller's model is left as it was."""
+    """Switch ``module`` to what rows need, and back, so that the caller's model is left as it was.
+
+    Attention becomes ours, experts the grouped form (the others branch on the routing), and a rotary embedding that
+    picks its frequencies by the length of the whole call picks them by each row's own length.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     configs = {id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values()
-    before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs]
+    wanted = {"_attn_implementation_internal": NAME, "_experts_implementation_internal": "grouped_mm"}
+    before = [(c, {k: getattr(c, k, None) for k in wanted}) for c in configs]
+    longrope = [m for m in module.modules() if getattr(m, "rope_type", None) == "longrope"]
     for config in configs:
-        config._attn_implementation_internal = NAME
+        for key, value in wanted.items():
+            setattr(config, key, value)
+    for rotary in longrope:
+        rotary.forward = functools.partial(_longrope_on_rows, rotary)
     try:
         yield
     finally:
         for config, old in before:
-            config._attn_implementation_internal = old
+            for key, value in old.items():
+                setattr(config, key, value)
+        for rotary in longrope:
+            del rotary.forward
+
+
+def _longrope_on_rows(rotary: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [1, rows, size]: long frequencies where the row's sequence passed the original range.
+
+    transformers decides for the whole call by its largest position: the prompt's length in a prefill, the token's own
+    position when decoding. ``reach`` is that length for each row, so rows of several sequences can share a call.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    original = rotary.config.rope_parameters["original_max_position_embeddings"]
+    long, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, x.device, seq_len=original + 1)
+    current = _OPEN.get()
+    reach = current.reach[None] if isinstance(current, _Rows) else position_ids + 1
+    inverse = torch.where((reach > original)[..., None], long, rotary.original_inv_freq)
+    angle = position_ids[..., None].float() * inverse.float()
+    turned = torch.cat([angle, angle], dim=-1)
+    scale = rotary.attention_scaling
+    return (turned.cos() * scale).to(x.dtype), (turned.sin() * scale).to(x.dtype)
 
 
 def _attention(
