@@ -50,10 +50,16 @@ def test_equals_the_layer_inside_its_model(arch: str, tmp_path: Path) -> None:
     for begin, end in ((0, 7), (7, 8), (8, 20)):
         position = torch.arange(begin, end)
         with torch.no_grad():
-            out.append(layer(
-                kept["in"][begin:end], position, slot=torch.ones_like(position), cache_row=position,
-                first=torch.zeros_like(position), **caches,
-            ))
+            out.append(
+                layer(
+                    kept["in"][begin:end],
+                    position,
+                    slot=torch.ones_like(position),
+                    cache_row=position,
+                    first=torch.zeros_like(position),
+                    **caches,
+                )
+            )
     torch.testing.assert_close(torch.cat(out), kept["out"], rtol=0, atol=TOLERANCE)
 
 
