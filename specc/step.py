@@ -55,6 +55,7 @@ class Shape:
     slots: int
     capacity: int  # tokens a slot can hold
     vocab: int
+    switch: int | None = None  # longer sequences use other rotary frequencies at every position (longrope)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def state_specs(shape: Shape) -> dict[str, TensorSpec]:
         "state.tokens": TensorSpec((slots, shape.capacity + 1), torch.int64),
         "state.length": TensorSpec((slots,), torch.int64),
         "state.prompt_length": TensorSpec((slots,), torch.int64),
+        "state.reach": TensorSpec((slots,), torch.int64),
         "state.limit": TensorSpec((slots,), torch.int64),
         "state.running": TensorSpec((slots,), torch.bool),
         "state.eos": TensorSpec((slots, MAX_EOS), torch.int64),
@@ -103,8 +105,13 @@ def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Pa
     draft = parts.drafter(v, run)
     assert isinstance(draft, Draft)
     # A draft for a position the slot cannot hold has no row to be verified in.
-    position = v["state.length"][:, None] + torch.arange(key.block, device=draft.tokens.device)
-    out = {"draft.tokens": torch.where(position < shape.capacity, draft.tokens, -1)}
+    length = v["state.length"][:, None]
+    position = length + torch.arange(key.block, device=draft.tokens.device)
+    fits = position < shape.capacity
+    if shape.switch is not None:
+        # Rows on both sides of the switch cannot share a cache: the scheduler feeds the slot again in between.
+        fits = fits & ((position < shape.switch) | (length > shape.switch))
+    out = {"draft.tokens": torch.where(fits, draft.tokens, -1)}
     if draft.proposal is not None and draft.drawn is not None:
         out |= {"draft.probs": draft.proposal.probs, "draft.drawn": draft.drawn}
         if draft.proposal.ids is not None:
@@ -229,7 +236,7 @@ def _rows(v: Values, key: StepKey, shape: Shape) -> _StepRows:
         token, slot = torch.cat([token, fed_token]), torch.cat([slot, fed_slot])
         position, live = torch.cat([position, fed]), torch.cat([live, fed >= 0])
     cache_row = torch.where(live, position, shape.capacity)
-    reach = torch.maximum(position + 1, v["state.prompt_length"][slot])
+    reach = torch.maximum(position + 1, v["state.reach"][slot])
     return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row, reach)
 
 

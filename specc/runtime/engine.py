@@ -134,6 +134,7 @@ class Engine:
         state["tokens"][slot, :count] = ids.to(state["tokens"].device)
         state["length"][slot] = count
         state["prompt_length"][slot] = count
+        state["reach"][slot] = count
         state["limit"][slot] = limit
         state["running"][slot] = False
         state["eos"][slot] = torch.tensor([*eos, *[-1] * (MAX_EOS - len(eos))])
@@ -146,6 +147,11 @@ class Engine:
         """Let slots take part in the next steps."""
         for slot in slots:
             self.state.state["running"][slot] = True
+
+    def rewind(self, slot: int) -> None:
+        """Take a slot out until its rows have been fed again, as one prompt of its present length."""
+        self.state.state["running"][slot] = False
+        self.state.state["reach"][slot] = self.state.state["length"][slot]
 
     def stop(self, slot: int) -> None:
         """Take a slot out of the next steps; its tokens and caches stay, for a shared prefix."""

@@ -52,7 +52,8 @@ class Progress:
 @dataclass
 class _Slot:
     request: Request
-    fed: int  # prompt tokens whose rows have run
+    fed: int  # tokens whose rows have run
+    length: int  # committed tokens
     running: bool = False
 
 
@@ -109,9 +110,11 @@ class Scheduler:
                 slot, request.ids, limit=request.limit, eos=request.eos, seed=request.seed,
                 is_coupled=request.rule == "coupled", settings=request.settings,
             )
-            self._slots[slot] = _Slot(request, fed)
+            self._slots[slot] = _Slot(request, fed, count)
 
     def _common(self, slot: int, ids: Tensor) -> int:
+        if self.engine.builder.shape.switch is not None:
+            return 0  # the cached rows may have been made with the other rotary frequencies
         history = self.engine.history(slot)[:-1]  # the newest token has no K/V yet
         shared = min(history.shape[0], ids.shape[0])
         if not shared:
@@ -125,7 +128,7 @@ class Scheduler:
         key = self._key(0 if filling else self.block, self.engine.feed if filling else 0)
         if filling:
             self.engine.set_feed(rows)
-            ready = [i for i, s in self._slots.items() if not s.running and s.fed >= s.request.ids.shape[0] - 1]
+            ready = [i for i, s in self._slots.items() if not s.running and s.fed >= s.length - 1]
             self.engine.start(ready)
             for slot in ready:
                 self._slots[slot].running = True
@@ -149,14 +152,23 @@ class Scheduler:
             finish = None if record.finish == RUNNING else "stop" if record.finish == STOP else "length"
             if finish is not None:
                 del self._slots[slot]
+            else:
+                self._advance(slot, held, len(record.tokens))
             yield Progress(held.request, record, finish)
+
+    def _advance(self, slot: int, held: _Slot, count: int) -> None:
+        """Count new tokens; past the length where rotary frequencies switch, every row has to run again."""
+        before, held.length = held.length, held.length + count
+        switch = self.engine.builder.shape.switch
+        if switch is not None and before <= switch < held.length:
+            self.engine.rewind(slot)
+            held.fed, held.running = 0, False
 
     def _fill(self) -> list[tuple[int, int]]:
         """Return the prompt rows of the next step, the oldest request first."""
         rows: list[tuple[int, int]] = []
         for slot, held in self._slots.items():
-            end = held.request.ids.shape[0] - 1
-            take = min(end - held.fed, self.engine.feed - len(rows))
+            take = min(held.length - 1 - held.fed, self.engine.feed - len(rows))
             if held.running or take <= 0:
                 continue
             rows.extend((slot, position) for position in range(held.fed, held.fed + take))
