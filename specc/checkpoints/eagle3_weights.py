@@ -31,11 +31,13 @@ def check_taps(fields: Fields, key: str, taps: tuple[int, ...], target: ModelInf
         raise fields.refuse(key, "no taps", "the layers to tap")
     for tap in taps:
         if not 0 <= tap <= target.layers:
-            raise fields.refuse(key, f"tap {tap}", f"0 to {target.layers}: the target has {target.layers} layers")
+            raise fields.refuse(
+                key, f"tap {tap}", f"0 to {target.layers}: the target has {target.layers} layers"
+            )
     if target.layers not in taps:
         return ()
     return (
-        f"{key} has {target.layers}, the state after the last layer: read before the final norm; a drafter that was "
+        f"{key} has {target.layers}, the state after the last layer: read before the final norm; a drafter "
         "trained on the normed state accepts less",
     )
 
@@ -44,7 +46,8 @@ def default_taps(fields: Fields, target: ModelInfo) -> tuple[int, ...]:
     """Return SafeAILab's fixed taps (methods.md 0.4): after 2, L // 2 and L - 3 layers."""
     if target.layers < 6:
         raise fields.refuse(
-            "eagle_aux_hidden_state_layer_ids", "no such key",
+            "eagle_aux_hidden_state_layer_ids",
+            "no such key",
             f"the layers to tap: the default 2, L // 2, L - 3 needs 6 layers, the target has {target.layers}",
         )
     return (2, target.layers // 2, target.layers - 3)
@@ -57,11 +60,12 @@ def load_eagle3(
 
     Args:
         folder: Where the tensors are.
-        config: What the config says; own_embed, own_head and maps_ids are decided here, by what is in the files.
+        config: What the config says; own_embed, own_head and maps_ids are decided by what is there.
         taps_key: The key the taps come from, for messages.
         rename: Prefixes of the module's parameter names -> prefixes in the files.
         target: The target whose embedding and head fill in for absent ones.
     """
+
     def there(name: str) -> str:
         for ours, theirs in rename.items():
             if name.startswith(ours):
@@ -72,7 +76,9 @@ def load_eagle3(
     config = replace(config, own_embed=embed in folder.names, own_head=head in folder.names)
     if not config.own_embed and config.hidden != target.hidden:
         raise folder.refuse(
-            embed, "no such tensor", f"an embedding of width {config.hidden}: the target's is {target.hidden} wide"
+            embed,
+            "no such tensor",
+            f"an embedding of width {config.hidden}: the target's is {target.hidden} wide",
         )
     if not config.own_head and (config.draft_vocab != target.vocab or config.hidden != target.hidden):
         raise folder.refuse(head, "no such tensor", f"a head of shape {[config.draft_vocab, config.hidden]}")
@@ -81,7 +87,8 @@ def load_eagle3(
         wide = folder.shape(fuse)[-1]
         if wide != config.taps * config.target_hidden:
             raise folder.refuse(
-                taps_key, f"{config.taps} taps",
+                taps_key,
+                f"{config.taps} taps",
                 f"{wide / config.target_hidden:g}: {fuse} is {list(folder.shape(fuse))}, "
                 f"{wide / config.target_hidden:g} taps of {config.target_hidden}",
             )
@@ -101,14 +108,27 @@ def load_eagle3(
 
 
 def bundle(
-    folder: Folder, layout: str, config: Eagle3Config, drafter: nn.Module, taps: tuple[int, ...],
-    block: int | None, notes: tuple[str, ...],
+    folder: Folder,
+    layout: str,
+    config: Eagle3Config,
+    drafter: nn.Module,
+    taps: tuple[int, ...],
+    block: int | None,
+    notes: tuple[str, ...],
 ) -> DrafterBundle:
     """Return the drafter with its facts; refuses tensors nobody read."""
     info = DrafterInfo(
-        name=folder.path.name, method="eagle3", layout=layout, hidden=config.hidden,
-        target_hidden=config.target_hidden, vocab=config.draft_vocab, target_vocab=config.vocab, taps=taps,
-        max_position=config.max_position, block=block, config=config,
+        name=folder.path.name,
+        method="eagle3",
+        layout=layout,
+        hidden=config.hidden,
+        target_hidden=config.target_hidden,
+        vocab=config.draft_vocab,
+        target_vocab=config.vocab,
+        taps=taps,
+        max_position=config.max_position,
+        block=block,
+        config=config,
     )
     shared = [name for name, own in (("embedding", config.own_embed), ("head", config.own_head)) if not own]
     if shared:

@@ -17,7 +17,9 @@ def read_layer(fields: Fields) -> LayerConfig:
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
     if not fields.has("head_dim") and hidden % heads:
-        raise fields.refuse("head_dim", "no such key", f"a value: {hidden} is not a multiple of {heads} heads")
+        raise fields.refuse(
+            "head_dim", "no such key", f"a value: {hidden} is not a multiple of {heads} heads"
+        )
     return LayerConfig(
         hidden=hidden,
         intermediate=fields.integer("intermediate_size", least=1),
@@ -37,7 +39,9 @@ def refuse_windows(fields: Fields) -> None:
     """Refuse sliding windows in a layout whose layers always see everything."""
     kinds = fields.raw("layer_types", [])
     if any(kind != "full_attention" for kind in kinds):
-        raise fields.refuse("layer_types", repr(kinds), "full_attention only: this layout has no sliding windows")
+        raise fields.refuse(
+            "layer_types", repr(kinds), "full_attention only: this layout has no sliding windows"
+        )
     if fields.flag("use_sliding_window", False):
         raise fields.refuse("use_sliding_window", True, "false: this layout has no sliding windows")
     fields.raw("sliding_window", None)  # without use_sliding_window it says nothing

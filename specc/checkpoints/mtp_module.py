@@ -37,7 +37,7 @@ class MtpNames:
 
 @dataclass(frozen=True)
 class TargetNames:
-    """The target's tensors in the same folder, when they are there: copies inside the module are compared with them."""
+    """The target's tensors in the same folder: copies inside the module are compared with them."""
 
     embed: str
     head: str
@@ -45,8 +45,16 @@ class TargetNames:
 
 
 def read_module(
-    folder: Folder, layout: str, names: MtpNames, layer_config: Mapping[str, Any], target: ModelInfo, *,
-    modules: int = 1, block: int | None = None, inside: TargetNames | None = None, notes: tuple[str, ...] = (),
+    folder: Folder,
+    layout: str,
+    names: MtpNames,
+    layer_config: Mapping[str, Any],
+    target: ModelInfo,
+    *,
+    modules: int = 1,
+    block: int | None = None,
+    inside: TargetNames | None = None,
+    notes: tuple[str, ...] = (),
 ) -> DrafterBundle:
     """Return the drafter; every tensor under ``names`` is read, and what does not fit is refused by name."""
     hidden, vocab = target.hidden, target.vocab
@@ -60,7 +68,11 @@ def read_module(
     loaded = load_decoder_layer(layer_config, tensors, target.dtype)
     _refuse_misfits(folder, names, loaded)
     config = MtpConfig(
-        hidden=hidden, vocab=vocab, modules=modules, embed_first=names.embed_first, own_embed=embed is not None,
+        hidden=hidden,
+        vocab=vocab,
+        modules=modules,
+        embed_first=names.embed_first,
+        own_embed=embed is not None,
         own_head=head is not None,
     )
     target_norm = None
@@ -74,12 +86,21 @@ def read_module(
     if head is not None:
         _assign(drafter.lm_head, head, target.dtype)
     notes += (
-        "the module reads the target's last state after its final norm, and carries its own output after its norm: "
-        "engines disagree on both, and only the acceptance of the second and later drafts tells",
+        "the module reads the target's last state after its final norm, and carries its own output after its "
+        "norm: engines disagree on both, and only the acceptance of the second and later drafts tells",
     )
     info = DrafterInfo(
-        name=folder.path.name, method="mtp", layout=layout, hidden=hidden, target_hidden=hidden, vocab=vocab,
-        target_vocab=vocab, taps=(target.layers,), max_position=None, block=block, config=config,
+        name=folder.path.name,
+        method="mtp",
+        layout=layout,
+        hidden=hidden,
+        target_hidden=hidden,
+        vocab=vocab,
+        target_vocab=vocab,
+        taps=(target.layers,),
+        max_position=None,
+        block=block,
+        config=config,
     )
     unused = tuple(item for item in folder.finish() if not item.endswith(f": {OF_THE_TARGET}"))
     return DrafterBundle(info, drafter.eval().requires_grad_(False), unused=unused, notes=notes)
@@ -101,7 +122,11 @@ def _own(folder: Folder, name: str | None, shape: tuple[int, ...], copied_from: 
     if name is None or name not in folder.names:
         return None
     tensor = folder.take(name, shape)
-    if copied_from is None or copied_from not in folder.names or not torch.equal(tensor, folder.take(copied_from)):
+    if (
+        copied_from is None
+        or copied_from not in folder.names
+        or not torch.equal(tensor, folder.take(copied_from))
+    ):
         return tensor
     folder.leave(name, f"a copy of {copied_from}, which is used")
     folder.leave(copied_from, OF_THE_TARGET)
@@ -112,16 +137,26 @@ def _refuse_misfits(folder: Folder, names: MtpNames, loaded: LoadedLayer) -> Non
     for name, found, expected in loaded.mismatched:
         raise folder.refuse(names.layer + name, f"shape {list(found)}", f"shape {list(expected)}")
     for name in loaded.missing:
-        raise folder.refuse(names.layer + name, "no such tensor", "every tensor of the target's decoder layer")
+        raise folder.refuse(
+            names.layer + name, "no such tensor", "every tensor of the target's decoder layer"
+        )
     for name in loaded.unexpected:
         raise folder.refuse(
-            names.layer + name, "a tensor that the target's decoder layer does not have",
+            names.layer + name,
+            "a tensor that the target's decoder layer does not have",
             "every tensor to be read: ignoring it could change the numbers",
         )
 
 
 def with_prefix(names: MtpNames, prefix: str) -> MtpNames:
     """Return the names inside a prefix."""
-    given = {field: getattr(names, field) for field in ("norm_embed", "norm_hidden", "project", "norm_out", "embed", "head")}
-    placed = {field: None if value is None else prefix + value for field, value in given.items()}
-    return replace(names, layer=prefix + names.layer, **placed)
+    return replace(
+        names,
+        layer=prefix + names.layer,
+        norm_embed=prefix + names.norm_embed,
+        norm_hidden=prefix + names.norm_hidden,
+        project=prefix + names.project,
+        norm_out=prefix + names.norm_out,
+        embed=None if names.embed is None else prefix + names.embed,
+        head=None if names.head is None else prefix + names.head,
+    )

@@ -1,4 +1,4 @@
-"""SpecForge's EAGLE-3 layout: a flat Llama config, ``midlayer.*`` tensors, architecture LlamaForCausalLMEagle3.
+"""SpecForge's EAGLE-3 layout: a flat config of architecture LlamaForCausalLMEagle3, ``midlayer.*`` tensors.
 
 SafeAILab's older layout (`safeai_eagle3`) is the same without the norm flags and mostly without tap ids.
 """
@@ -56,10 +56,16 @@ def read_flat(folder: Folder, target: ModelInfo, layout: str, has_norm_flags: bo
     if has_norm_flags:
         notes += _norm_output(fields)
     vocab = fields.integer("vocab_size", least=1)
-    limit = fields.integer("max_position_embeddings", least=1) if fields.has("max_position_embeddings") else None
+    limit = (
+        fields.integer("max_position_embeddings", least=1) if fields.has("max_position_embeddings") else None
+    )
     config = Eagle3Config(
-        layer=layer, layers=fields.integer("num_hidden_layers", 1, least=1), target_hidden=target_hidden,
-        taps=len(taps), vocab=vocab, draft_vocab=fields.integer("draft_vocab_size", vocab, least=1),
+        layer=layer,
+        layers=fields.integer("num_hidden_layers", 1, least=1),
+        target_hidden=target_hidden,
+        taps=len(taps),
+        vocab=vocab,
+        draft_vocab=fields.integer("draft_vocab_size", vocab, least=1),
         fc_bias=fields.flag("bias", False),
         norm_before_residual=has_norm_flags and fields.flag("norm_before_residual", False),
         norm_before_fc=has_norm_flags and fields.flag("norm_before_fc", False),
@@ -77,8 +83,10 @@ def read_flat(folder: Folder, target: ModelInfo, layout: str, has_norm_flags: bo
 def _norm_output(fields: Fields) -> tuple[str, ...]:
     if not fields.flag("norm_output", True):
         raise fields.refuse(
-            "norm_output", False, "true or absent: SpecForge then leaves out the norm before the head, other "
-            "writers mean that the hidden is carried before the norm"
+            "norm_output",
+            False,
+            "true or absent: SpecForge then leaves out the norm before the head, other "
+            "writers mean that the hidden is carried before the norm",
         )
     if not fields.has("norm_output"):
         return ()
@@ -102,7 +110,9 @@ def _taps(fields: Fields, target: ModelInfo) -> tuple[tuple[int, ...], str]:
     if fields.has("eagle_config"):
         inner = fields.fields("eagle_config")
         if not inner.flag("use_aux_hidden_state", True):
-            raise inner.refuse("use_aux_hidden_state", False, "true: reading only the last hidden state is not EAGLE-3")
+            raise inner.refuse(
+                "use_aux_hidden_state", False, "true: reading only the last hidden state is not EAGLE-3"
+            )
         if inner.has(_TAPS):
             nested = inner.integers(_TAPS)
             if taps is not None and nested != taps:

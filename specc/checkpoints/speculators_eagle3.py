@@ -35,7 +35,9 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     layer = read_layer(inner)
     refuse_windows(inner)
     layers, vocab = inner.integer("num_hidden_layers", 1, least=1), inner.integer("vocab_size", least=1)
-    max_position = inner.integer("max_position_embeddings", least=1) if inner.has("max_position_embeddings") else None
+    max_position = (
+        inner.integer("max_position_embeddings", least=1) if inner.has("max_position_embeddings") else None
+    )
     inner.finish()
     target_hidden = fields.integer("target_hidden_size", layer.hidden, least=1)
     check_target_hidden(fields, target_hidden, target)
@@ -43,7 +45,11 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     taps = fields.integers(_TAPS) if fields.has(_TAPS) else default_taps(fields, target)
     notes += check_taps(fields, _TAPS, taps, target)
     config = Eagle3Config(
-        layer=layer, layers=layers, target_hidden=target_hidden, taps=len(taps), vocab=vocab,
+        layer=layer,
+        layers=layers,
+        target_hidden=target_hidden,
+        taps=len(taps),
+        vocab=vocab,
         draft_vocab=fields.integer("draft_vocab_size", vocab, least=1),
         norm_before_residual=fields.flag("norm_before_residual", False),
         norm_before_fc=fields.flag("norm_before_fc", False),

@@ -37,6 +37,6 @@ def _verifier_notes(verifier: Fields, target: ModelInfo) -> tuple[str, ...]:
     own = target.config.get("architectures") or []
     if architectures and own and not set(architectures) & set(own):
         notes.append(
-            f"its target is a {', '.join(architectures)}, this one a {', '.join(own)}: acceptance may be near 0"
+            f"its target is a {', '.join(architectures)}, this a {', '.join(own)}: acceptance may be near 0"
         )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""The speculators layout of MTP: one module under ``mtp_layers.0.``, the layer in ``transformer_layer_config``."""
+"""The speculators layout of MTP: a module ``mtp_layers.0.``, its layer in ``transformer_layer_config``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
         raise fields.refuse("num_nextn_predict_layers", modules, "1: several MTP modules are not supported")
     layer = fields.fields("transformer_layer_config")
     if (found := layer.integer("hidden_size", least=1)) != target.hidden:
-        raise layer.refuse("hidden_size", found, f"{target.hidden}, the hidden size of the target {target.name}")
+        raise layer.refuse(
+            "hidden_size", found, f"{target.hidden}, the hidden size of the target {target.name}"
+        )
     if (found := layer.integer("vocab_size", least=1)) != target.vocab:
         raise layer.refuse("vocab_size", found, f"{target.vocab}, the vocabulary of the target {target.name}")
     # The layer's keys are transformers' own: its configuration class reads them all.

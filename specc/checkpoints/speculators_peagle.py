@@ -1,4 +1,4 @@
-"""P-EAGLE in the speculators layout: recognised, so that it is refused by its name and never read as EAGLE-3."""
+"""P-EAGLE in the speculators layout: recognised only to be refused by name, never read as EAGLE-3."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """MTP modules inside a target's own checkpoint, which transformers drops on load: three families of names.
 
-- DeepSeek and GLM: ``model.layers.{L + m}.`` with enorm, hnorm, eh_proj, shared_head, beside the layer's names;
+- DeepSeek and GLM: ``model.layers.{L + m}.`` with enorm, hnorm, eh_proj, shared_head beside the layer's;
 - Qwen3-Next and later: ``mtp.`` with fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm and layers.0;
-- MiMo: ``model.mtp_layers.{m}.`` with token_layernorm, hidden_layernorm, input_proj ([hidden, embedding]),
-  final_layernorm, beside the layer's names.
+- MiMo: ``model.mtp_layers.{m}.`` with token_layernorm, hidden_layernorm, final_layernorm and input_proj
+  ([hidden, embedding]), beside the layer's names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,30 @@ from specc.contracts import DrafterBundle, ModelInfo
 
 name = "target-mtp"
 DEEPSEEK = MtpNames(
-    layer="", norm_embed="enorm.weight", norm_hidden="hnorm.weight", project="eh_proj.weight",
-    norm_out="shared_head.norm.weight", embed="embed_tokens.weight", head="shared_head.head.weight",
+    layer="",
+    norm_embed="enorm.weight",
+    norm_hidden="hnorm.weight",
+    project="eh_proj.weight",
+    norm_out="shared_head.norm.weight",
+    embed="embed_tokens.weight",
+    head="shared_head.head.weight",
 )
 QWEN = MtpNames(
-    layer="layers.0.", norm_embed="pre_fc_norm_embedding.weight", norm_hidden="pre_fc_norm_hidden.weight",
-    project="fc.weight", norm_out="norm.weight", embed="embed_tokens.weight", head="lm_head.weight",
+    layer="layers.0.",
+    norm_embed="pre_fc_norm_embedding.weight",
+    norm_hidden="pre_fc_norm_hidden.weight",
+    project="fc.weight",
+    norm_out="norm.weight",
+    embed="embed_tokens.weight",
+    head="lm_head.weight",
 )
 MIMO = MtpNames(
-    layer="", norm_embed="token_layernorm.weight", norm_hidden="hidden_layernorm.weight", project="input_proj.weight",
-    norm_out="final_layernorm.weight", embed_first=False,
+    layer="",
+    norm_embed="token_layernorm.weight",
+    norm_hidden="hidden_layernorm.weight",
+    project="input_proj.weight",
+    norm_out="final_layernorm.weight",
+    embed_first=False,
 )
 _FAMILIES: tuple[tuple[re.Pattern[str], MtpNames], ...] = (
     (re.compile(r"^(?P<root>.*\blayers)\.(?P<module>\d+)\.eh_proj\.weight$"), DEEPSEEK),
@@ -44,7 +58,9 @@ def recognise(config: Mapping[str, Any], names: Set[str]) -> bool:
 
 
 def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
-    found = [(pattern, names) for pattern, names in _FAMILIES if any(pattern.match(item) for item in folder.names)]
+    found = [
+        (pattern, names) for pattern, names in _FAMILIES if any(pattern.match(item) for item in folder.names)
+    ]
     if len(found) != 1:
         raise folder.refuse("MTP modules", "names of several families", "one family of MTP module names")
     pattern, names = found[0]
@@ -56,16 +72,29 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
             folder.leave(item, OF_THE_TARGET)
         elif not item.startswith(prefixes[0]):
             folder.leave(item, "a later MTP module: only the first is run")
-    notes = ()
+    notes: tuple[str, ...] = ()
     if len(prefixes) > 1:
-        notes = (f"{len(prefixes)} MTP modules, one per draft token; only the first is used, so the block is 1",)
-    root = next((item.removesuffix("embed_tokens.weight") for item in sorted(folder.names)
-                 if re.fullmatch(r"(.*\.)?embed_tokens\.weight", item) and not item.startswith(tuple(prefixes))), "model.")
+        notes = (
+            f"{len(prefixes)} MTP modules, one per draft token; only the first is used, so the block is 1",
+        )
+    embeds = [
+        item
+        for item in sorted(folder.names)
+        if item.endswith("embed_tokens.weight") and not item.startswith(tuple(prefixes))
+    ]
+    root = embeds[0].removesuffix("embed_tokens.weight") if embeds else "model."
     inside = TargetNames(f"{root}embed_tokens.weight", "lm_head.weight", f"{root}norm.weight")
     config = {**folder.config, **dict(folder.config.get("text_config") or {})}
     return read_module(
-        folder, name, with_prefix(names, prefixes[0]), config, target, modules=len(prefixes),
-        block=1 if len(prefixes) > 1 else None, inside=inside, notes=notes,
+        folder,
+        name,
+        with_prefix(names, prefixes[0]),
+        config,
+        target,
+        modules=len(prefixes),
+        block=1 if len(prefixes) > 1 else None,
+        inside=inside,
+        notes=notes,
     )
 
 
@@ -81,7 +110,9 @@ def _prefixes(folder: Folder, names: MtpNames, matches: list[re.Match[str]], tar
     at = sorted(int(match["module"]) for match in matches)
     want = list(range(first, first + len(at)))
     if at != want or any(match["root"] != root for match in matches):
-        raise folder.refuse(f"{root}.*.{names.project}", at, f"MTP modules at {want}: the target has {target.layers} layers")
+        raise folder.refuse(
+            f"{root}.*.{names.project}", at, f"MTP modules at {want}: the target has {target.layers} layers"
+        )
     return [f"{root}.{index}." for index in at]
 
 
@@ -93,4 +124,6 @@ def _check_config(folder: Folder, modules: int) -> None:
     if config.get("mtp_hidden_states_first"):
         raise folder.refuse("mtp_hidden_states_first", True, "absent: this family's order is embedding first")
     if "chain_hidden_post_norm" in config:
-        raise folder.refuse("chain_hidden_post_norm", config["chain_hidden_post_norm"], "no such key: not supported")
+        raise folder.refuse(
+            "chain_hidden_post_norm", config["chain_hidden_post_norm"], "no such key: not supported"
+        )

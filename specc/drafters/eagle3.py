@@ -37,10 +37,10 @@ class Eagle3Config:
     norm_before_residual: bool = False  # the residual starts from hidden_norm(feature), not from the feature
     norm_before_fc: bool = False  # one norm over the concatenated taps
     fc_norm: bool = False  # one norm per tap; never together with norm_before_fc
-    carry: Literal["pre", "post"] = "pre"  # what the next draft step reads: the output before or after ``norm``
+    carry: Literal["pre", "post"] = "pre"  # what the next draft step reads: before or after ``norm``
     own_embed: bool = False
     own_head: bool = True
-    maps_ids: bool = False  # candidates are named by the buffer ``target_ids``, else candidate c is target id c
+    maps_ids: bool = False  # the buffer ``target_ids`` names candidates, else c is target id c
     max_position: int | None = None
 
     @property
@@ -63,7 +63,9 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(layer.hidden, layer.eps)
         self.mlp = GatedMLP(layer)
 
-    def forward(self, feature: Tensor, embedding: Tensor, position: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        self, feature: Tensor, embedding: Tensor, position: Tensor, attend: Callable[..., Tensor]
+    ) -> Tensor:
         residual = feature
         if self.is_first:
             normed = self.hidden_norm(feature)
@@ -74,7 +76,8 @@ class Eagle3Layer(nn.Module):
         key, value = self.self_attn.key_value(mixed, position)
         attended = attend(self.self_attn.query(mixed, position), key, value)
         residual = residual + self.self_attn.output(attended)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output
 
 
 class Eagle3Drafter(nn.Module):
@@ -104,7 +107,9 @@ class Eagle3Drafter(nn.Module):
     def embed(self, ids: Tensor, target_embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Return [.., hidden] of target ids; ids nobody reads may be anything, so they are clamped."""
         ids = ids.clamp(0, self.config.vocab - 1)
-        return self.embed_tokens(ids) if self.config.own_embed else target_embed(ids).to(self.norm.weight.dtype)
+        return (
+            self.embed_tokens(ids) if self.config.own_embed else target_embed(ids).to(self.norm.weight.dtype)
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the feature [.., hidden] of concatenated taps [.., taps * target_hidden]."""
@@ -112,7 +117,7 @@ class Eagle3Drafter(nn.Module):
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
-            parts = features.split(self.config.target_hidden, dim=-1)
+            parts = torch.split(features, self.config.target_hidden, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features) if self.config.uses_fc else features
 
@@ -137,6 +142,7 @@ class Eagle3Drafter(nn.Module):
         """Return logits over the draft vocabulary [.., draft_vocab] of outputs of `step`."""
         normed = self.norm(output)
         if self.config.own_head:
-            return self.lm_head(normed)
+            logits: Tensor = self.lm_head(normed)
+            return logits
         assert target_head is not None, "a drafter without a head needs the target's"
         return target_head(normed)

@@ -32,7 +32,9 @@ class MtpConfig:
     modules: int = 1  # how many the checkpoint has; only the first is run
     embed_first: bool = True  # the projection reads [embedding, hidden]; MiMo has [hidden, embedding]
     reads: Literal["pre", "post"] = "post"  # the target's last state before or after its final norm (3.4)
-    carry: Literal["pre", "post"] = "post"  # what a chained step reads: the output before or after norm_out (3.2)
+    carry: Literal["pre", "post"] = (
+        "post"  # what a chained step reads: the output before or after norm_out (3.2)
+    )
     own_embed: bool = False
     own_head: bool = False
     max_position: int | None = None
@@ -49,7 +51,11 @@ class MtpDrafter(nn.Module):
     target_norm: nn.Module | None
 
     def __init__(
-        self, config: MtpConfig, layer: Any, norms: tuple[nn.Module, nn.Module, nn.Module], target_norm: nn.Module | None,
+        self,
+        config: MtpConfig,
+        layer: Any,
+        norms: tuple[nn.Module, nn.Module, nn.Module],
+        target_norm: nn.Module | None,
     ) -> None:
         super().__init__()
         self.config, self.layer = config, layer
@@ -96,7 +102,7 @@ class MtpDrafter(nn.Module):
         return normed
 
     def step(self, feature: Tensor, embedding: Tensor, position: Tensor, **rows: Tensor) -> Tensor:
-        """Return the output [rows, hidden], before ``norm_out``, of rows (feature t, embedding of token t + 1).
+        """Return the output [rows, hidden], before ``norm_out``, of rows (feature t, embedded token t + 1).
 
         ``rows``: slot, cache_row, first, key_cache and value_cache, as the layer takes them.
         """

@@ -1,4 +1,4 @@
-"""What EAGLE-3 and MTP share: a drafter whose row t is (feature t, token t + 1), fed true rows and then its own.
+"""What EAGLE-3 and MTP share: rows of (feature t, token t + 1), first true ones and then the drafter's own.
 
 The newest true row is n - 2. Its output, kept in the state ``hidden``, already gives the first draft; each
 further draft is one more row, whose feature is what the row before carried on (methods.md 2.5, 2.6 b).
@@ -25,8 +25,12 @@ def observe_chain(context: MethodContext, rows: Rows, step: Step) -> None:
     assert rows.features is not None, "a chain has taps"
     cache_row = rows.cache_row.clamp(max=context.capacity)  # garbage rows go to the one scratch row
     output = step(
-        drafter.fuse(rows.features), drafter.embed(rows.next_token, context.embed), rows.position, rows.slot,
-        cache_row, torch.zeros_like(cache_row),
+        drafter.fuse(rows.features),
+        drafter.embed(rows.next_token, context.embed),
+        rows.position,
+        rows.slot,
+        cache_row,
+        torch.zeros_like(cache_row),
     )
     newest = output[rows.newest.clamp(0, output.shape[0] - 1)]
     hidden = context.state["hidden"]

@@ -44,16 +44,24 @@ class Eagle3:
             )
         outside = [tap for tap in drafter.taps if not 0 <= tap <= target.layers]
         if outside:
-            reasons.append(f"the drafter taps the states after layers {outside}, the target has {target.layers}")
+            reasons.append(
+                f"the drafter taps the states after layers {outside}, the target has {target.layers}"
+            )
         if drafter.target_vocab is not None and drafter.target_vocab > target.vocab:
-            reasons.append(f"the drafter's vocabulary has {drafter.target_vocab} ids, the target's {target.vocab}")
-        elif drafter.target_vocab is not None and drafter.target_vocab < (target.tokenizer_vocab or target.vocab):
+            reasons.append(
+                f"the drafter's vocabulary has {drafter.target_vocab} ids, the target's {target.vocab}"
+            )
+        elif drafter.target_vocab is not None and drafter.target_vocab < (
+            target.tokenizer_vocab or target.vocab
+        ):
             reasons.append(
                 f"the drafter's vocabulary has {drafter.target_vocab} ids, the target's "
                 f"{target.tokenizer_vocab or target.vocab}: some tokens could not be embedded"
             )
         if self.draft_attention_window is not None and self.draft_attention_window < 1:
-            reasons.append(f"draft_attention_window is {self.draft_attention_window}; at least 1, or None for all")
+            reasons.append(
+                f"draft_attention_window is {self.draft_attention_window}; at least 1, or None for all"
+            )
         return tuple(reasons)
 
     def blocks(self, drafter: DrafterInfo | None) -> int | None:
@@ -87,7 +95,9 @@ def _step(context: MethodContext) -> Step:
     ) -> Tensor:
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             caches = context.state[f"key.{index}"], context.state[f"value.{index}"]
-            attended: Tensor = ops.attend(query, key, value, *caches, slot, cache_row, first, cache_row, scale)
+            attended: Tensor = ops.attend(
+                query, key, value, *caches, slot, cache_row, first, cache_row, scale
+            )
             return attended
 
         return drafter.step(feature, embedding, position, attend)

@@ -1,4 +1,4 @@
-"""MTP: draft with the multi-token-prediction module of the target's own checkpoint, reused for K > 1 (methods.md 3)."""
+"""MTP: draft with the multi-token-prediction module of the target's checkpoint (methods.md 3)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ class Mtp:
     """
 
     name: str = "mtp"
-    default_block: int = 3  # the draft length of FastMTP's recipe, speculators' `speculative_tokens` for MTP (3.7)
+    default_block: int = (
+        3  # the draft length of FastMTP's recipe, speculators' `speculative_tokens` for MTP (3.7)
+    )
     needs_drafter: bool = True
     history: int = 0
     draft_attention_window: int | None = None
 
     def reject(self, target: ModelInfo, drafter: DrafterInfo | None, block: int) -> tuple[str, ...]:
         if drafter is None:
-            return ("mtp needs the module's weights; give the folder of the target's own checkpoint as drafter",)
+            return (
+                "mtp needs the module's weights; give the folder of the target's own checkpoint as drafter",
+            )
         reasons = []
         if drafter.method != self.name:
             reasons.append(f"the drafter {drafter.name} is made for {drafter.method}, not for {self.name}")
@@ -39,7 +43,7 @@ class Mtp:
         modules = drafter.config.modules if isinstance(drafter.config, MtpConfig) else 1
         if modules > 1 and block > 1:
             reasons.append(
-                f"the checkpoint has {modules} MTP modules, one per draft token, and only the first is run so far: "
+                f"the checkpoint has {modules} MTP modules, one per draft token; only the first is run: "
                 f"block must be 1, not {block}"
             )
         if drafter.hidden != target.hidden:
@@ -47,7 +51,9 @@ class Mtp:
         if drafter.vocab != target.vocab:
             reasons.append(f"the module scores {drafter.vocab} ids, the target's head {target.vocab}")
         if self.draft_attention_window is not None and self.draft_attention_window < 1:
-            reasons.append(f"draft_attention_window is {self.draft_attention_window}; at least 1, or None for all")
+            reasons.append(
+                f"draft_attention_window is {self.draft_attention_window}; at least 1, or None for all"
+            )
         return tuple(reasons)
 
     def blocks(self, drafter: DrafterInfo | None) -> int | None:
@@ -60,7 +66,9 @@ class Mtp:
     def state(self, target: ModelInfo, drafter: Any, slots: int, capacity: int) -> Mapping[str, TensorSpec]:
         cache, lead = drafter.cache, (slots, drafter.cache.heads, capacity + 1)
         return {
-            "hidden": TensorSpec((slots, drafter.config.hidden), drafter.dtype),  # output of row n - 2, before norm_out
+            "hidden": TensorSpec(
+                (slots, drafter.config.hidden), drafter.dtype
+            ),  # output of row n - 2, before norm_out
             "key.0": TensorSpec((*lead, cache.key_size), drafter.dtype),
             "value.0": TensorSpec((*lead, cache.value_size), drafter.dtype),
         }
@@ -79,6 +87,8 @@ def _step(context: MethodContext) -> Step:
     def step(
         feature: Tensor, embedding: Tensor, position: Tensor, slot: Tensor, cache_row: Tensor, first: Tensor
     ) -> Tensor:
-        return drafter.step(feature, embedding, position, slot=slot, cache_row=cache_row, first=first, **caches)
+        return drafter.step(
+            feature, embedding, position, slot=slot, cache_row=cache_row, first=first, **caches
+        )
 
     return step

@@ -1,7 +1,7 @@
-"""One decoder layer of a target's own type, with given weights, run on rows: what an MTP module is made around.
+"""One decoder layer of a target's own type, with given weights, run on rows: the middle of an MTP module.
 
-transformers builds the layer and converts the checkpoint's tensors (fused experts, for one), as it does for the
-whole model, so every family it can load works here without a word about its names.
+transformers builds the layer and converts the checkpoint's tensors (fused experts, for one), as it does for
+the whole model, so every family it can load works here without a word about its names.
 """
 
 from __future__ import annotations
@@ -33,18 +33,31 @@ class DecoderLayer(nn.Module):
         self.cache = self._probe(width)
 
     def forward(
-        self, hidden: Tensor, position: Tensor, *, slot: Tensor, cache_row: Tensor, first: Tensor,
-        key_cache: Tensor, value_cache: Tensor,
+        self,
+        hidden: Tensor,
+        position: Tensor,
+        *,
+        slot: Tensor,
+        cache_row: Tensor,
+        first: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> Tensor:
-        """Return the layer's output [rows, hidden]; row i sees cache rows first[i]..cache_row[i] of its slot."""
-        caches = {"key_caches": {0: key_cache}, "value_caches": {0: value_cache}}
-        with attention_on_rows(self), rows_context(slot=slot, cache_row=cache_row, first=first, **caches):
+        """Return the output [rows, hidden]; row i sees cache rows first[i]..cache_row[i] of its slot."""
+        rows = rows_context(
+            slot=slot,
+            cache_row=cache_row,
+            first=first,
+            key_caches={0: key_cache},
+            value_caches={0: value_cache},
+        )
+        with attention_on_rows(self), rows:
             return self._run(hidden, position)
 
     def _run(self, hidden: Tensor, position: Tensor) -> Tensor:
         batch, where = hidden[None], position[None]
-        # transformers turns autocast and gradients off around rope; both are off already, and their marks would
-        # otherwise be traced as nodes that compute nothing.
+        # transformers turns autocast and gradients off around rope; both are off already, and their marks
+        # would otherwise be traced as nodes that compute nothing.
         with torch._C.DisableTorchFunction(), _as_if_exported():
             turns = None if self.rotary is None else self.rotary(batch, where)
             out: Any = self.layer(batch, attention_mask=None, position_ids=where, position_embeddings=turns)
@@ -54,16 +67,16 @@ class DecoderLayer(nn.Module):
     def _probe(self, width: int) -> CacheShape:
         """Return the K/V shape, from one forward on fake tensors."""
         weight = next(p for p in self.layer.parameters() if p.is_floating_point())
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), attention_on_rows(self):
-            with probe_context() as layers:
-                hidden = torch.empty(3, width, dtype=weight.dtype, device=weight.device)
-                self._run(hidden, torch.zeros(3, dtype=torch.int64, device=weight.device))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.no_grad(), attention_on_rows(self), probe_context() as layers:
+            hidden = torch.empty(3, width, dtype=weight.dtype, device=weight.device)
+            self._run(hidden, torch.zeros(3, dtype=torch.int64, device=weight.device))
         return layers[0]
 
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A decoder layer, a norm of the family's class to copy, and what did not fit (names relative to the layer)."""
+    """A decoder layer, a norm of the family's class to copy, and the tensors that did not fit."""
 
     layer: DecoderLayer | None  # None when something did not fit
     norm: nn.Module
@@ -78,7 +91,9 @@ class LoadedLayer:
         return norm.requires_grad_(False)
 
 
-def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LoadedLayer:
+def load_decoder_layer(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> LoadedLayer:
     """Build one decoder layer of the model that ``config`` describes and load tensors named inside it.
 
     Whether the layer is sparse (experts) or dense follows from the tensors; it attends in full unless
@@ -93,7 +108,7 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
     configuration = _one_layer(config, is_sparse=is_sparse)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(configuration, dtype=dtype)
+            skeleton: Any = AutoModelForCausalLM.from_config(configuration, dtype=dtype)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise UnsupportedError(
             f"an MTP module inside a {configuration.model_type}",
@@ -102,14 +117,19 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
     shapes = {name: value.shape for name, value in skeleton.state_dict().items()}
     if not any(name.startswith(_LAYER) for name in shapes) or "model.norm.weight" not in shapes:
         raise UnsupportedError(
-            f"an MTP module inside a {configuration.model_type}", [f"its layers are not at {_LAYER} under model.norm"]
+            f"an MTP module inside a {configuration.model_type}",
+            [f"its layers are not at {_LAYER} under model.norm"],
         )
     # Everything outside the layer is a filler, so that what transformers misses are the layer's own tensors.
     state = {name: torch.zeros(shape) for name, shape in shapes.items() if not name.startswith(_LAYER)}
     state |= {_LAYER + name: value for name, value in tensors.items()}
     with _quiet():
         model, report = type(skeleton).from_pretrained(
-            None, config=configuration, state_dict=state, dtype=dtype, output_loading_info=True,
+            None,
+            config=configuration,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
     if is_sparse:
@@ -119,7 +139,9 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
         kind: tuple(sorted(name.removeprefix(_LAYER) for name in report[f"{kind}_keys"]))
         for kind in ("missing", "unexpected")
     }
-    mismatched = tuple((name.removeprefix(_LAYER), tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"])
+    mismatched = tuple(
+        (name.removeprefix(_LAYER), tuple(a), tuple(b)) for name, a, b in report["mismatched_keys"]
+    )
     whole = not (mismatched or any(found.values()))
     layer = None
     if whole:
@@ -130,12 +152,15 @@ def load_decoder_layer(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 def final_norm(module: nn.Module) -> nn.Module:
     """Return the norm that a causal LM applies before its head."""
-    decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
+    get: Any = getattr(module, "get_decoder", None)
+    decoder = get() if callable(get) else module
     for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
         found = getattr(decoder, name, None)
         if isinstance(found, nn.Module):
             return found
-    raise UnsupportedError(f"{type(module).__name__} has no final norm specc can find", ["an MTP module reads past it"])
+    raise UnsupportedError(
+        f"{type(module).__name__} has no final norm specc can find", ["an MTP module reads past it"]
+    )
 
 
 def _one_layer(config: Mapping[str, Any], *, is_sparse: bool) -> Any:
@@ -145,13 +170,20 @@ def _one_layer(config: Mapping[str, Any], *, is_sparse: bool) -> Any:
     values = dict(config)
     model_type = values.pop("model_type", None)
     kinds = values.get("mtp_layer_types") or [_FULL]
-    if values.get("mtp_layer_types") is None and any("sliding" in str(kind) for kind in values.get("layer_types") or ()):
+    is_mixed = any("sliding" in str(kind) for kind in values.get("layer_types") or ())
+    if is_mixed and values.get("mtp_layer_types") is None:
         raise UnsupportedError(
             f"an MTP module inside a {model_type}",
             ["the target mixes sliding and full attention and its config has no mtp_layer_types"],
         )
-    values |= {"num_hidden_layers": 1, "vocab_size": 2, "pad_token_id": None, "bos_token_id": None,
-               "eos_token_id": None, "tie_word_embeddings": False}
+    values |= {
+        "num_hidden_layers": 1,
+        "vocab_size": 2,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
     changes = {
         "layer_types": kinds[:1],
         "mlp_layer_types": ["sparse" if is_sparse else "dense"],

@@ -91,7 +91,7 @@ def test_every_tensor_is_read(name: str) -> None:
     target = oracles.reference(name).info["target"]
     found = read_drafter(oracles.folder(f"drafters/{name}"), info_of(target))
     assert found.unused in ((), ("t2d: a full vocabulary needs no mask",))
-    stored = {key: value for key, value in load_file(oracles.folder(f"drafters/{name}") / "model.safetensors").items()}
+    stored = load_file(oracles.folder(f"drafters/{name}") / "model.safetensors")
     held = sum(value.numel() for value in found.module.parameters())
     assert held == sum(value.numel() for value in stored.values() if value.is_floating_point())
 
@@ -99,26 +99,37 @@ def test_every_tensor_is_read(name: str) -> None:
 def changed(tmp_path: Path, name: str, edit: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
     """Return a copy of a good folder whose config and tensors ``edit`` changed."""
     source = oracles.folder(f"broken/{name}")
-    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    config, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
     edit(config, tensors)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "key", "value", "parts"), [
-    ("good-eagle3-specforge", "residual_scale", 0.5, ("residual_scale", "0.5")),
-    ("good-eagle3-specforge", "norm_output", False, ("norm_output", "False")),
-    ("good-eagle3-specforge", "model_type", "mamba", ("model_type", "mamba", "llama")),
-    ("good-eagle3-specforge", "quantization_config", {"bits": 4}, ("quantization_config",)),
-    ("good-eagle3-specforge", "rope_parameters", {**THETA, "rope_type": "dynamic", "factor": 2.0}, ("rope_type", "dynamic")),
-    ("good-eagle3-specforge", "eagle_config", {"use_aux_hidden_state": False}, ("use_aux_hidden_state",)),
-    ("good-eagle3-specforge", IDS, [1, 3, 4], (IDS, "same")),
-    ("good-eagle3-specforge", IDS, [1, "x", 4], (IDS, "integers")),
-    ("good-eagle3-specforge", "num_key_value_heads", 3, ("num_key_value_heads", "divisor")),
-    ("good-eagle3", "target_hidden_size", 32, ("target_hidden_size", "32", "64")),
-    ("good-eagle3", "norm_before_residul", True, ("norm_before_residul",)),
-])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "parts"),
+    [
+        ("good-eagle3-specforge", "residual_scale", 0.5, ("residual_scale", "0.5")),
+        ("good-eagle3-specforge", "norm_output", False, ("norm_output", "False")),
+        ("good-eagle3-specforge", "model_type", "mamba", ("model_type", "mamba", "llama")),
+        ("good-eagle3-specforge", "quantization_config", {"bits": 4}, ("quantization_config",)),
+        (
+            "good-eagle3-specforge",
+            "rope_parameters",
+            {**THETA, "rope_type": "dynamic", "factor": 2.0},
+            ("rope_type", "dynamic"),
+        ),
+        ("good-eagle3-specforge", "eagle_config", {"use_aux_hidden_state": False}, ("use_aux_hidden_state",)),
+        ("good-eagle3-specforge", IDS, [1, 3, 4], (IDS, "same")),
+        ("good-eagle3-specforge", IDS, [1, "x", 4], (IDS, "integers")),
+        ("good-eagle3-specforge", "num_key_value_heads", 3, ("num_key_value_heads", "divisor")),
+        ("good-eagle3", "target_hidden_size", 32, ("target_hidden_size", "32", "64")),
+        ("good-eagle3", "norm_before_residul", True, ("norm_before_residul",)),
+    ],
+)
 def test_keys_that_would_change_the_numbers_are_refused(
     tmp_path: Path, name: str, key: str, value: object, parts: tuple[str, ...]
 ) -> None:
@@ -131,7 +142,8 @@ def test_keys_that_would_change_the_numbers_are_refused(
 
 def test_norm_flags_are_not_safeai_keys(tmp_path: Path) -> None:
     folder = changed(
-        tmp_path, "good-eagle3-specforge",
+        tmp_path,
+        "good-eagle3-specforge",
         lambda config, tensors: config.update(architectures=["LlamaForCausalLM"], norm_before_residual=True),
     )
     with pytest.raises(ArtifactError, match="norm_before_residual"):

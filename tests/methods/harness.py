@@ -44,16 +44,24 @@ def model_info(model: Any, name: str = "target") -> ModelInfo:
     """Return the facts of a transformers Llama-like model."""
     config = model.config
     return ModelInfo(
-        name=name, model_type=config.model_type, layers=config.num_hidden_layers, hidden=config.hidden_size,
-        vocab=config.vocab_size, tokenizer_vocab=None, max_position=config.max_position_embeddings,
-        heads=config.num_attention_heads, kv_heads=config.num_key_value_heads,
+        name=name,
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        tokenizer_vocab=None,
+        max_position=config.max_position_embeddings,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
-        tied_head=config.tie_word_embeddings, dtype=model.dtype, config=config.to_dict(),
+        tied_head=config.tie_word_embeddings,
+        dtype=model.dtype,
+        config=config.to_dict(),
     )
 
 
 def record(model: Any, ids: Tensor, taps: Sequence[int]) -> Tensor:
-    """Return the residual stream after each of ``taps`` layers, [length, taps * hidden], before any final norm."""
+    """Return the residual stream after each of ``taps`` layers, [length, taps * hidden], not normed."""
     states: dict[int, Tensor] = {}
 
     def keep(index: int) -> Callable[..., None]:
@@ -88,7 +96,14 @@ class Driver:
     """Slots that run one method, each over a known text."""
 
     def __init__(
-        self, method: Method, drafter: Any, model: Any, *, slots: int, capacity: int, block: int,
+        self,
+        method: Method,
+        drafter: Any,
+        model: Any,
+        *,
+        slots: int,
+        capacity: int,
+        block: int,
         info: ModelInfo | None = None,
     ) -> None:
         self.method, self.drafter, self.model, self.block = method, drafter, model, block
@@ -98,7 +113,9 @@ class Driver:
         self.running = torch.zeros(slots, dtype=torch.bool)
         specs = method.state(info or model_info(model), drafter, slots, capacity)
         self.state = {
-            name: torch.full(spec.shape, float("nan") if spec.dtype.is_floating_point else 0, dtype=spec.dtype)
+            name: torch.full(
+                spec.shape, float("nan") if spec.dtype.is_floating_point else 0, dtype=spec.dtype
+            )
             for name, spec in specs.items()
         }
         self.draw = GreedyDraw()
@@ -106,9 +123,18 @@ class Driver:
     def context(self) -> MethodContext:
         self.draw = GreedyDraw()
         return MethodContext(
-            slots=self.slots, block=self.block, capacity=self.capacity, tokens=self.tokens, length=self.length,
-            running=self.running, state=self.state, drafter=self.drafter, embed=self.model.get_input_embeddings(),
-            head=self.model.get_output_embeddings(), draw=self.draw, vocab=self.model.config.vocab_size,
+            slots=self.slots,
+            block=self.block,
+            capacity=self.capacity,
+            tokens=self.tokens,
+            length=self.length,
+            running=self.running,
+            state=self.state,
+            drafter=self.drafter,
+            embed=self.model.get_input_embeddings(),
+            head=self.model.get_output_embeddings(),
+            draw=self.draw,
+            vocab=self.model.config.vocab_size,
         )
 
     def commit(self, slot: int, tokens: Tensor) -> None:
@@ -139,12 +165,19 @@ class Driver:
         position_rows = torch.tensor([position for _, position, _ in rows])
         drawn = self.draw
         with torch.no_grad():
-            self.method.observe(self.context(), Rows(
-                token=torch.tensor(token), next_token=torch.tensor(following),
-                slot=torch.tensor([slot for slot, _, _ in rows]), position=position_rows,
-                cache_row=torch.where(live_rows, position_rows, self.capacity), features=torch.stack(fed),
-                newest=newest, has_newest=has_newest,
-            ))
+            self.method.observe(
+                self.context(),
+                Rows(
+                    token=torch.tensor(token),
+                    next_token=torch.tensor(following),
+                    slot=torch.tensor([slot for slot, _, _ in rows]),
+                    position=position_rows,
+                    cache_row=torch.where(live_rows, position_rows, self.capacity),
+                    features=torch.stack(fed),
+                    newest=newest,
+                    has_newest=has_newest,
+                ),
+            )
         self.draw = drawn  # what the last draft drew, for tests to look at
 
     def draft(self) -> Draft:
@@ -152,7 +185,7 @@ class Driver:
             return self.method.draft(self.context())
 
     def prefill(self, slot: int, text: Text, chunk: int = 7, spare: int = 2) -> None:
-        """Commit a text's prompt and its first new token, and observe the prompt in chunks with garbage rows."""
+        """Commit a prompt and its first new token, and observe the prompt in chunks with garbage rows."""
         self.clear(slot)
         self.commit(slot, text.ids[: text.prompt + 1])
         features = [text.features] * self.slots
@@ -188,7 +221,10 @@ class Driver:
         for slot, text in enumerate(texts):
             self.prefill(slot, text)
         while True:
-            active = [text if int(self.length[slot]) < text.prompt + count else None for slot, text in enumerate(texts)]
+            active = [
+                text if int(self.length[slot]) < text.prompt + count else None
+                for slot, text in enumerate(texts)
+            ]
             if not any(text is not None for text in active):
                 return
             self.running = torch.tensor([text is not None for text in active])

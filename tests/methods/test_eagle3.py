@@ -41,7 +41,9 @@ def random_drafter(layers: int = 2, **changes: object) -> Eagle3Drafter:
     torch.manual_seed(0)
     layer = LayerConfig(hidden=16, intermediate=24, heads=4, kv_heads=2, head_dim=8)
     config = replace(
-        Eagle3Config(layer=layer, target_hidden=12, taps=3, vocab=40, draft_vocab=40, layers=layers, own_embed=True),
+        Eagle3Config(
+            layer=layer, target_hidden=12, taps=3, vocab=40, draft_vocab=40, layers=layers, own_embed=True
+        ),
         **changes,
     )
     drafter = Eagle3Drafter(config).eval().requires_grad_(False)
@@ -71,7 +73,9 @@ def random_text(seed: int, length: int = 40, prompt: int = 9) -> Text:
     return Text(ids, prompt, torch.randn(length, 36, generator=generator))
 
 
-def driver_of(drafter: Eagle3Drafter, slots: int, method: Eagle3 | None = None, capacity: int = 48, block: int = 4):
+def driver_of(
+    drafter: Eagle3Drafter, slots: int, method: Eagle3 | None = None, capacity: int = 48, block: int = 4
+):
     info = model_info(oracles.target("llama"))  # only read for its dtype
     return Driver(method or Eagle3(), drafter, Stub(), slots=slots, capacity=capacity, block=block, info=info)
 
@@ -156,7 +160,7 @@ def test_reduced_vocabulary_drafts_only_its_ids() -> None:
 
 
 def dense_outputs(drafter: Eagle3Drafter, ids: Tensor, features: Tensor) -> tuple[Tensor, dict[int, tuple]]:
-    """Return outputs of rows 0..len(ids)-2 and each layer's K/V by one causal forward, as training runs it."""
+    """Return outputs of rows 0..len(ids)-2 and each layer's K/V by one causal forward, as in training."""
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -182,7 +186,9 @@ def assert_state_is_from_scratch(driver: Driver, slot: int, text: Text) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "fc_norm": True}, {"norm_before_fc": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"norm_before_residual": True, "fc_norm": True}, {"norm_before_fc": True}]
+)
 def test_prefill_in_chunks_equals_one_forward(chunk: int, flags: dict[str, bool]) -> None:
     driver, text = driver_of(random_drafter(**flags), slots=2), random_text(1)
     driver.prefill(1, text, chunk=chunk)
@@ -220,9 +226,14 @@ def test_drafts_are_a_chain_from_the_newest_true_row() -> None:
     ids, rows = text.ids[: text.prompt + 1], drafter.fuse(text.features[: text.prompt])
     want = []
     for _ in range(4):
+
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             out = nn.functional.scaled_dot_product_attention(
-                query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True, enable_gqa=True
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                is_causal=True,
+                enable_gqa=True,
             )
             return out.transpose(0, 1)
 
@@ -284,10 +295,21 @@ def automaton_drafter(vocab: int, following: Tensor) -> Eagle3Drafter:
     layer = LayerConfig(
         hidden=vocab, intermediate=4, heads=1, kv_heads=1, head_dim=vocab, attention_bias=True
     )
-    drafter = Eagle3Drafter(Eagle3Config(
-        layer=layer, target_hidden=6, taps=2, vocab=vocab, draft_vocab=vocab, own_embed=True,
-        norm_before_residual=True,  # with hidden_norm at zero nothing is carried along the chain
-    )).eval().requires_grad_(False)
+    drafter = (
+        Eagle3Drafter(
+            Eagle3Config(
+                layer=layer,
+                target_hidden=6,
+                taps=2,
+                vocab=vocab,
+                draft_vocab=vocab,
+                own_embed=True,
+                norm_before_residual=True,  # with hidden_norm at zero nothing is carried along the chain
+            )
+        )
+        .eval()
+        .requires_grad_(False)
+    )
     for parameter in drafter.parameters():
         parameter.zero_()
     first = drafter.layers[0]
@@ -325,7 +347,9 @@ def test_traces_without_reading_a_value() -> None:
     names = sorted(driver.state)
 
     def step(length: Tensor, running: Tensor, *state: Tensor) -> Tensor:
-        context = replace(driver.context(), length=length, running=running, state=dict(zip(names, state, strict=True)))
+        context = replace(
+            driver.context(), length=length, running=running, state=dict(zip(names, state, strict=True))
+        )
         return method.draft(context).tokens
 
     inputs = (driver.length, driver.running, *(driver.state[name].clone() for name in names))

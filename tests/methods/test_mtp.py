@@ -54,11 +54,15 @@ def texts_of(reference: oracles.Reference, model: Any) -> list[Text]:
     texts = []
     for index, prompt in enumerate(reference.info["prompts"]):
         ids = reference[f"p{index}.ids"]
-        texts.append(Text(ids, prompt["prompt_length"], record(model, ids, (model.config.num_hidden_layers,))))
+        texts.append(
+            Text(ids, prompt["prompt_length"], record(model, ids, (model.config.num_hidden_layers,)))
+        )
     return texts
 
 
-def driver_of(bundle: DrafterBundle, model: Any, block: int, slots: int = 3, method: Mtp | None = None) -> Driver:
+def driver_of(
+    bundle: DrafterBundle, model: Any, block: int, slots: int = 3, method: Mtp | None = None
+) -> Driver:
     return Driver(method or Mtp(), bundle.module, model, slots=slots, capacity=140, block=block)
 
 
@@ -108,10 +112,14 @@ def test_numbers_equal_third_party(name: str, monkeypatch: pytest.MonkeyPatch) -
         driver.prefill(0, Text(reference["p0.ids"], anchor, features[:anchor]))
         outputs.clear()
         draft = driver.draft()
-        want = {key: reference[case.prefix + key][index, : case.block] for key in ("tokens", "hidden", "logits")}
+        want = {
+            key: reference[case.prefix + key][index, : case.block] for key in ("tokens", "hidden", "logits")
+        }
         assert draft.tokens[0].tolist() == want["tokens"].tolist()
         torch.testing.assert_close(torch.cat(outputs), want["hidden"], rtol=0, atol=HIDDEN_TOLERANCE)
-        torch.testing.assert_close(torch.cat(driver.draw.logits), want["logits"], rtol=0, atol=LOGITS_TOLERANCE)
+        torch.testing.assert_close(
+            torch.cat(driver.draw.logits), want["logits"], rtol=0, atol=LOGITS_TOLERANCE
+        )
 
 
 @pytest.mark.parametrize(("field", "same_first"), [("reads", False), ("carry", True)])
@@ -127,7 +135,7 @@ def test_the_other_side_of_a_norm_is_noticed(field: str, same_first: bool) -> No
         driver.draft()
         logits.append(driver.draw.logits)
     assert torch.equal(logits[0][0], logits[1][0]) == same_first
-    assert float((logits[0][1] - logits[1][1]).abs().max()) > 0.1
+    assert float((logits[0][1] - logits[1][1]).abs().max()) > 100 * LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["speculators", "glm-reused"])
@@ -145,7 +153,9 @@ def test_state_after_ragged_accepts_equals_from_scratch(name: str) -> None:
         length = int(driver.length[slot])
         fresh = driver_of(bundle, model, case.block, slots=1)
         fresh.prefill(0, Text(text.ids, length - 1, text.features), chunk=200)
-        torch.testing.assert_close(driver.state["hidden"][slot], fresh.state["hidden"][0], rtol=0, atol=STATE_TOLERANCE)
+        torch.testing.assert_close(
+            driver.state["hidden"][slot], fresh.state["hidden"][0], rtol=0, atol=STATE_TOLERANCE
+        )
         for key in ("key.0", "value.0"):
             ours, theirs = driver.state[key][slot, :, : length - 1], fresh.state[key][0, :, : length - 1]
             torch.testing.assert_close(ours, theirs, rtol=0, atol=STATE_TOLERANCE)
@@ -158,9 +168,9 @@ def test_one_draft_equals_the_first_of_three() -> None:
     for block in (1, 3):
         driver = driver_of(bundle, model, block, slots=1)
         driver.prefill(0, text)
-        firsts.append([
-            int(driver.step([text], allowed=lambda slot, step: 0).tokens[0, 0]) for _ in range(12)
-        ])
+        firsts.append(
+            [int(driver.step([text], allowed=lambda slot, step: 0).tokens[0, 0]) for _ in range(12)]
+        )
     assert firsts[0] == firsts[1]
 
 
@@ -194,7 +204,9 @@ def test_traces_to_operators_alone(name: str) -> None:
     with torch.no_grad():
         graph = make_fx(step, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
         called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-        assert {target for target in called if not isinstance(target, torch._ops.OpOverload)} <= {operator.getitem}
+        assert {target for target in called if not isinstance(target, torch._ops.OpOverload)} <= {
+            operator.getitem
+        }
         assert torch.ops.specc.attend.default in called
         assert graph(*inputs).tolist() == driver.draft().tokens.tolist()
 
