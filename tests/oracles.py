@@ -1,7 +1,7 @@
 """Third-party checkpoints and reference numbers: tests/oracles/, whose README says what each file holds.
 
-Each tensor is stored once. A file ``F.borrowed.json`` beside (or instead of) ``F`` names the tensors of F that
-are kept in another file, "FILE#TENSOR", or, when it is a string, the file that F equals byte for byte.
+Each tensor is stored once. A file ``F.borrowed.json`` beside (or instead of) ``F`` names the tensors of F
+that are kept in another file, "FILE#TENSOR", or, when it is a string, the file that F equals byte for byte.
 `folder` puts such folders together again in a temporary place; the content is what the writers saved.
 """
 
@@ -26,13 +26,13 @@ _built = tempfile.TemporaryDirectory(prefix="specc-oracles-")
 
 
 def names(kind: str, *prefixes: str) -> list[str]:
-    """Return the sorted names under ``kind`` ("targets", "drafters", "refs", "broken") that begin with a prefix."""
+    """Return the sorted names in folder ``kind`` ("targets", "drafters", ...) that begin with a prefix."""
     found = {path.name.split(".")[0] for path in (ROOT / kind).iterdir() if path.name != "broken.json"}
     return sorted(name for name in found if name.startswith(prefixes or ("",)))
 
 
 def tensors(path: str) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, borrowed ones included; ``path`` is relative to the oracles."""
+    """Return all tensors of a file, borrowed ones included; ``path`` is relative to the oracles."""
     file, note = ROOT / path, ROOT / (path + _SUFFIX)
     found: dict[str, Tensor] = {}
     if file.exists():

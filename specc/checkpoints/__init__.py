@@ -64,7 +64,8 @@ def read_drafter(path: str | Path, target: ModelInfo, method: str | None = None)
     found = [layout for layout in LAYOUTS if layout.recognise(folder.config, folder.names)]
     if len(found) != 1:
         raise ArtifactError(
-            path, "layout",
+            path,
+            "layout",
             f"{' and '.join(layout.name for layout in found) or 'none'} ({_looks(folder.config)})",
             f"exactly one of {', '.join(layout.name for layout in LAYOUTS)}",
         )

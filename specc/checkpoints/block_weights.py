@@ -36,17 +36,23 @@ def check_taps(fields: Fields, key: str, taps: tuple[int, ...], target: ModelInf
         raise fields.refuse(key, "no taps", "the layers to tap")
     for tap in taps:
         if not 0 <= tap < target.layers:
-            last = "" if tap != target.layers else (
-                "; the state after the last layer is read before the final norm by some and after it by others"
+            last = (
+                ""
+                if tap != target.layers
+                else ("; some read the state after the last layer before the final norm, some after it")
             )
             raise fields.refuse(
-                key, tap - shift, f"{-shift} to {target.layers - 1 - shift}: the target has {target.layers} layers{last}"
+                key,
+                tap - shift,
+                f"{-shift} to {target.layers - 1 - shift}: the target has {target.layers} layers{last}",
             )
 
 
 def check_target_hidden(fields: Fields, hidden: int, target: ModelInfo) -> None:
     if hidden != target.hidden:
-        raise fields.refuse("target_hidden_size", hidden, f"{target.hidden}, the hidden size of {target.name}")
+        raise fields.refuse(
+            "target_hidden_size", hidden, f"{target.hidden}, the hidden size of {target.name}"
+        )
 
 
 def read_mask_token(fields: Fields, vocab: int) -> int:
@@ -61,7 +67,9 @@ def read_windows(fields: Fields, layers: int, size: int | None = None) -> tuple[
     kinds = fields.raw("layer_types", None)
     if kinds is None:
         if fields.flag("use_sliding_window", False):
-            raise fields.refuse("layer_types", "no such key", "a kind for each layer, since use_sliding_window is true")
+            raise fields.refuse(
+                "layer_types", "no such key", "a kind for each layer, since use_sliding_window is true"
+            )
         kinds = [FULL] * layers
     if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {SLIDING, FULL}:
         raise fields.refuse("layer_types", repr(kinds), f"{layers} of {SLIDING} and {FULL}")
@@ -107,14 +115,16 @@ def load_block(
 
     Args:
         folder: Where the tensors are.
-        config: What the config says; own_embed, own_head, maps_ids and mask_embedding are decided here, by what
-            is in the files.
+        config: What the config says; own_embed, own_head, maps_ids and mask_embedding are decided here, by
+            what is in the files.
         target: The target whose embedding and head fill in for absent ones.
         rename: Names that this layout spells its own way.
     """
     names = folder.names
     config = replace(
-        config, own_embed="embed_tokens.weight" in names, own_head="lm_head.weight" in names,
+        config,
+        own_embed="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
         mask_embedding="mask_embedding" in names,
     )
     for name, own, shape in (
@@ -124,10 +134,14 @@ def load_block(
         rows = config.draft_vocab if name.startswith("lm") else config.vocab
         if not own and [rows, config.hidden] != shape:
             raise folder.refuse(
-                name, "no such tensor", f"a tensor {[rows, config.hidden]}: the target's is {shape} and cannot fill in"
+                name,
+                "no such tensor",
+                f"a tensor {[rows, config.hidden]}: the target's is {shape} and cannot fill in",
             )
     if config.own_embed and not config.own_head and folder.config.get("tie_word_embeddings"):
-        raise folder.refuse("lm_head.weight", "no such tensor, and tie_word_embeddings is true", "a head of its own")
+        raise folder.refuse(
+            "lm_head.weight", "no such tensor, and tie_word_embeddings is true", "a head of its own"
+        )
     _check_fusion(folder, config, rename or {})
     ids = read_draft_ids(folder, config.draft_vocab, config.vocab)
     drafter = BlockDrafter(replace(config, maps_ids=ids is not None))
@@ -152,7 +166,9 @@ def _check_fusion(folder: Folder, config: BlockConfig, rename: Mapping[str, str]
     found = list(folder.shape(name))
     if found[-1] != len(config.taps) * config.target_hidden:
         raise folder.refuse(
-            name, f"shape {found}", f"[{config.hidden}, {len(config.taps) * config.target_hidden}]: the config lists "
+            name,
+            f"shape {found}",
+            f"[{config.hidden}, {len(config.taps) * config.target_hidden}]: the config lists "
             f"{len(config.taps)} taps, and the target's states are {config.target_hidden} wide",
         )
 
@@ -161,18 +177,30 @@ def _fused(folder: Folder, config: BlockConfig, part: str) -> Tensor:
     """Return all layers' key and value projections below each other."""
     width = config.layer.kv_heads * config.layer.head_dim
     shape = (width, config.hidden) if part == "weight" else (width,)
-    return torch.cat([
-        folder.take(f"layers.{index}.self_attn.{which}.{part}", shape)
-        for index in range(config.layers) for which in ("k_proj", "v_proj")
-    ])
+    return torch.cat(
+        [
+            folder.take(f"layers.{index}.self_attn.{which}.{part}", shape)
+            for index in range(config.layers)
+            for which in ("k_proj", "v_proj")
+        ]
+    )
 
 
 def describe(name: str, method: str, layout: str, config: BlockConfig) -> DrafterInfo:
     """Return the facts of a block drafter, for `Method.reject` and `write_drafter`."""
     return DrafterInfo(
-        name=name, method=method, layout=layout, hidden=config.hidden, target_hidden=config.target_hidden,
-        vocab=config.draft_vocab, target_vocab=config.vocab, taps=config.taps, max_position=config.max_position,
-        block=config.drafts, mask_token=config.mask_token, config=config,
+        name=name,
+        method=method,
+        layout=layout,
+        hidden=config.hidden,
+        target_hidden=config.target_hidden,
+        vocab=config.draft_vocab,
+        target_vocab=config.vocab,
+        taps=config.taps,
+        max_position=config.max_position,
+        block=config.drafts,
+        mask_token=config.mask_token,
+        config=config,
     )
 
 

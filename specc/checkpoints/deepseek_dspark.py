@@ -19,6 +19,5 @@ def recognise(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     raise UnsupportedError(
         f"{folder.path} holds DeepSeek-V4's DSpark drafter",
-        ["its layers are mixture-of-experts layers with several residual streams and latent attention, which specc "
-         "does not compute yet"],
+        ["specc does not compute its mixture-of-experts layers with residual streams and latent attention"],
     )

@@ -15,14 +15,42 @@ from specc.errors import ArtifactError
 
 # Keys that transformers writes into every config, and training settings: none of them changes a forward pass
 # in eval mode. Anything else must be read by a layout.
-HARMLESS = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bos_token_id",
-    "decoder_start_token_id", "dtype", "eos_token_id", "gradient_checkpointing", "initializer_range", "max_window_layers",
-    "model_type", "num_anchors", "num_hidden_layers_target", "num_target_layers", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "return_dict", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache", "use_sliding_window", "vocab_size", "tokenizer_class",
-    "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha",
-})
+HARMLESS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "gradient_checkpointing",
+        "initializer_range",
+        "max_window_layers",
+        "model_type",
+        "num_anchors",
+        "num_hidden_layers_target",
+        "num_target_layers",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "return_dict",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_sliding_window",
+        "vocab_size",
+        "tokenizer_class",
+        "loss_decay_gamma",
+        "ce_loss_alpha",
+        "l1_loss_alpha",
+        "confidence_head_alpha",
+    }
+)
 _REQUIRED: Any = object()
 
 
@@ -50,7 +78,7 @@ class Fields:
     def integer(self, key: str, default: int = _REQUIRED, least: int = 0) -> int:
         value = self.raw(key, default)
         if value is default and default is not _REQUIRED:
-            return default
+            return int(default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refuse(key, repr(value), f"an integer of at least {least}")
         return value
@@ -75,7 +103,9 @@ class Fields:
 
     def integers(self, key: str, default: list[int] = _REQUIRED) -> tuple[int, ...]:
         value = self.raw(key, default)
-        if not isinstance(value, list) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        if not isinstance(value, list) or not all(
+            isinstance(v, int) and not isinstance(v, bool) for v in value
+        ):
             raise self.refuse(key, repr(value), "a list of integers")
         return tuple(value)
 
@@ -91,7 +121,9 @@ class Fields:
         for key in sorted(self.values.keys() - self._read - HARMLESS - set(harmless)):
             if self.values[key] not in (None, False, "", [], {}):
                 raise self.refuse(
-                    key, repr(self.values[key]), "no such key in this layout: it may change the numbers, and nothing reads it"
+                    key,
+                    repr(self.values[key]),
+                    "no such key in this layout: it may change the numbers, and nothing reads it",
                 )
 
     def refuse(self, key: str, found: object, expected: object) -> ArtifactError:
@@ -100,7 +132,7 @@ class Fields:
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """Read rotary parameters in the form of transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling)."""
+    """Read rotary parameters as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) has them."""
     partial = fields.number("partial_rotary_factor", 1.0)
     if fields.has("rope_parameters"):
         rope = fields.fields("rope_parameters")
@@ -109,7 +141,11 @@ def read_rope(fields: Fields) -> RopeConfig:
         theta = rope.number("rope_theta")
     else:
         theta = fields.number("rope_theta")
-        rope = fields.fields("rope_scaling") if fields.has("rope_scaling") else Fields(fields.path, {}, fields.place)
+        rope = (
+            fields.fields("rope_scaling")
+            if fields.has("rope_scaling")
+            else Fields(fields.path, {}, fields.place)
+        )
     old = rope.raw("type", None)  # transformers 4's name of rope_type
     kind = rope.choice("rope_type", ROPE_TYPES, old if old in ROPE_TYPES else "default")
     if old is not None and old != kind:

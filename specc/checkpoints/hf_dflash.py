@@ -36,9 +36,17 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     check_taps(fields, "target_layer_ids", taps, target, 1)
     vocab = target.vocab  # the config has none: embedding and head are the target's
     config = BlockConfig(
-        layer=layer, layers=layers, target_hidden=target.hidden, taps=taps, vocab=vocab, draft_vocab=vocab,
-        mask_token=read_mask_token(fields, vocab), block=fields.integer("block_size", least=2),
-        causal=(False,) * layers, windows=read_windows(fields, layers), window_rule="transformers",
+        layer=layer,
+        layers=layers,
+        target_hidden=target.hidden,
+        taps=taps,
+        vocab=vocab,
+        draft_vocab=vocab,
+        mask_token=read_mask_token(fields, vocab),
+        block=fields.integer("block_size", least=2),
+        causal=(False,) * layers,
+        windows=read_windows(fields, layers),
+        window_rule="transformers",
         max_position=optional_integer(fields, "max_position_embeddings"),
     )
     fields.finish()

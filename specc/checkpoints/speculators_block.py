@@ -1,6 +1,7 @@
 """The speculators layout of DFlash, DSpark and DFlash 2; the key ``speculators_model_type`` says which.
 
-Tensor names are z-lab's, so that key is also what tells the two layouts apart: only z-lab's has ``dflash_config``.
+Tensor names are z-lab's, so that key is also what tells the two layouts apart: only z-lab's has
+``dflash_config``.
 """
 
 from __future__ import annotations
@@ -55,9 +56,17 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     draft_vocab = fields.integer("draft_vocab_size", vocab, least=1)
     causal = _causal(fields, windows)
     config = BlockConfig(
-        layer=layer, layers=layers, target_hidden=target_hidden, taps=taps, vocab=vocab, draft_vocab=draft_vocab,
-        mask_token=read_mask_token(fields, vocab), block=fields.integer("block_size", 8, least=1),
-        causal=causal, windows=windows, window_rule="speculators",
+        layer=layer,
+        layers=layers,
+        target_hidden=target_hidden,
+        taps=taps,
+        vocab=vocab,
+        draft_vocab=draft_vocab,
+        mask_token=read_mask_token(fields, vocab),
+        block=fields.integer("block_size", 8, least=1),
+        causal=causal,
+        windows=windows,
+        window_rule="speculators",
         sample_from_anchor=fields.flag("sample_from_anchor", method == "dspark"),
         markov=read_markov(fields) if method == "dspark" else None,
         confidence=read_confidence(fields, folder, with_markov=True) if method == "dspark" else None,
@@ -66,7 +75,9 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
         max_position=max_position,
     )
     if method == "dflash2" and draft_vocab != vocab:
-        raise fields.refuse("draft_vocab_size", draft_vocab, f"{vocab}: DFlash 2 codebooks are indexed by target ids")
+        raise fields.refuse(
+            "draft_vocab_size", draft_vocab, f"{vocab}: DFlash 2 codebooks are indexed by target ids"
+        )
     if config.drafts < 1:
         raise fields.refuse("block_size", config.block, "at least 2: the anchor's row drafts nothing")
     fields.finish()

@@ -19,7 +19,9 @@ def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | Non
     """
     if "d2t" not in folder.names:
         if draft_vocab != vocab:
-            raise folder.refuse("d2t", "no such tensor", f"int64 [{draft_vocab}], since the vocabulary is reduced")
+            raise folder.refuse(
+                "d2t", "no such tensor", f"int64 [{draft_vocab}], since the vocabulary is reduced"
+            )
         folder.leave("t2d", "a full vocabulary needs no mask")
         return None
     offsets = folder.take("d2t", (draft_vocab,))
@@ -30,26 +32,30 @@ def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | Non
     if bool(outside.any()):
         worst = int(outside.nonzero()[0])
         raise folder.refuse(
-            "d2t", f"draft id {worst} + {int(offsets[worst])} = target id {int(ids[worst])}",
+            "d2t",
+            f"draft id {worst} + {int(offsets[worst])} = target id {int(ids[worst])}",
             f"offsets that stay inside the target's {vocab} ids (absolute ids are another convention)",
         )
     falls = ids[1:] <= ids[:-1]
     if bool(falls.any()):
         worst = int(falls.nonzero()[0])
         raise folder.refuse(
-            "d2t", f"target ids {int(ids[worst])}, {int(ids[worst + 1])} at draft ids {worst}, {worst + 1}",
+            "d2t",
+            f"target ids {int(ids[worst])}, {int(ids[worst + 1])} at draft ids {worst}, {worst + 1}",
             "target ids that rise with the draft id",
         )
     if "t2d" in folder.names:
         mask = folder.take("t2d", (vocab,)).bool()
         if not torch.equal(mask.nonzero().flatten(), ids):
             raise folder.refuse(
-                "t2d", f"{int(mask.sum())} ids that are not d2t's target ids",
+                "t2d",
+                f"{int(mask.sum())} ids that are not d2t's target ids",
                 f"the {draft_vocab} ids d + d2t[d] (absolute ids in d2t, instead of offsets, look like this)",
             )
     elif draft_vocab >= _ENOUGH and bool((offsets[1:] > offsets[:-1]).all()):
         raise folder.refuse(
-            "d2t", "values that rise at every draft id, and no t2d that confirms them",
+            "d2t",
+            "values that rise at every draft id, and no t2d that confirms them",
             "offsets to the target id, which stay equal where two drafted ids are neighbours "
             "(absolute ids instead of offsets look like this)",
         )

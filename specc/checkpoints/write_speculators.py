@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,16 @@ from specc.errors import UnsupportedError
 
 SPECULATORS_VERSION = "0.9.0"  # the release whose keys and names are written
 _ARCHITECTURES = {
-    "eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel",
+    "eagle3": "Eagle3DraftModel",
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
 }
 
 
-def write_drafter(path: str | Path, info: DrafterInfo, module: nn.Module, target: ModelInfo, verifier: str = "") -> None:
+def write_drafter(
+    path: str | Path, info: DrafterInfo, module: nn.Module, target: ModelInfo, verifier: str = ""
+) -> None:
     """Write config.json and model.safetensors.
 
     Args:
@@ -41,7 +44,9 @@ def write_drafter(path: str | Path, info: DrafterInfo, module: nn.Module, target
     """
     config = info.config
     if info.method not in _ARCHITECTURES or not isinstance(config, (BlockConfig, Eagle3Config)):
-        raise UnsupportedError(f"cannot write a {info.method} drafter", ["the speculators layout has no such drafter"])
+        raise UnsupportedError(
+            f"cannot write a {info.method} drafter", ["the speculators layout has no such drafter"]
+        )
     reasons = _block_reasons(config) if isinstance(config, BlockConfig) else _eagle3_reasons(config)
     if reasons:
         raise UnsupportedError("the speculators layout cannot hold this drafter", reasons)
@@ -49,7 +54,10 @@ def write_drafter(path: str | Path, info: DrafterInfo, module: nn.Module, target
     folder.mkdir(parents=True, exist_ok=True)
     dtype = next(module.parameters()).dtype
     written = _config(info, config, target, verifier or target.name, dtype)
-    _replace(folder / "config.json", lambda file: file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n"))
+    _replace(
+        folder / "config.json",
+        lambda file: file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n"),
+    )
     tensors = _tensors(config, module)
     _replace(folder / "model.safetensors", lambda file: save_file(tensors, file, metadata={"format": "pt"}))
 
@@ -58,21 +66,25 @@ def _replace(file: Path, write: Any) -> None:
     """Write beside a file and rename, so that nobody sees half of it."""
     part = file.with_name(file.name + ".part")
     write(part)
-    os.replace(part, file)
+    part.replace(file)
 
 
 def _block_reasons(config: BlockConfig) -> list[str]:
-    windowed = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None}
+    windowed = {
+        causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None
+    }
     full = {causal for causal, window in zip(config.causal, config.windows, strict=True) if window is None}
     selector, confidence = config.selector, config.confidence
     wrong = {
         "full-attention layers are causal": True in full,
         "windowed layers are in part causal, in part not": len(windowed) > 1,
         "windowed layers have different windows": len({*config.windows} - {None}) > 1,
-        f"sliding windows are the {config.window_rule} rule": bool(windowed) and config.window_rule != "speculators",
+        f"sliding windows are the {config.window_rule} rule": bool(windowed)
+        and config.window_rule != "speculators",
         "it scales its embedding": config.embedding_scale != 1.0,
         "the mask token has an embedding of its own": config.mask_embedding,
-        "the selector scales or caps logits": selector is not None and (selector.multiplier, selector.softcap) != (1.0, None),
+        "the selector scales or caps logits": selector is not None
+        and (selector.multiplier, selector.softcap) != (1.0, None),
         "its rope turns neighbouring pairs": config.layer.rope.interleaved,
         "the confidence head has no bias": confidence is not None and not confidence.bias,
     }
@@ -89,10 +101,17 @@ def _eagle3_reasons(config: Eagle3Config) -> list[str]:
 
 
 def _config(
-    info: DrafterInfo, config: BlockConfig | Eagle3Config, target: ModelInfo, verifier: str, dtype: torch.dtype
+    info: DrafterInfo,
+    config: BlockConfig | Eagle3Config,
+    target: ModelInfo,
+    verifier: str,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     proposal = {
-        "accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": info.block, "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+        "proposal_type": "greedy",
+        "speculative_tokens": info.block,
+        "verifier_accept_k": 1,
     }
     written: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[info.method]],
@@ -103,7 +122,8 @@ def _config(
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {
-                "architectures": list(target.config.get("architectures") or []), "name_or_path": verifier,
+                "architectures": list(target.config.get("architectures") or []),
+                "name_or_path": verifier,
             },
         },
         "speculators_model_type": info.method,
@@ -113,14 +133,18 @@ def _config(
         "transformer_layer_config": _layer(config, target),
         "transformers_version": version("transformers"),
     }
-    written |= _block_keys(config) if isinstance(config, BlockConfig) else {
-        "eagle_aux_hidden_state_layer_ids": list(info.taps),
-        "embed_requires_grad": False,
-        "fc_norm": config.fc_norm,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.carry == "post",
-    }
+    written |= (
+        _block_keys(config)
+        if isinstance(config, BlockConfig)
+        else {
+            "eagle_aux_hidden_state_layer_ids": list(info.taps),
+            "embed_requires_grad": False,
+            "fc_norm": config.fc_norm,
+            "norm_before_fc": config.norm_before_fc,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.carry == "post",
+        }
+    )
     if info.method == "dspark":
         assert isinstance(config, BlockConfig)
         markov, confidence = config.markov, config.confidence
@@ -134,7 +158,9 @@ def _config(
 
 
 def _block_keys(config: BlockConfig) -> dict[str, Any]:
-    windowed = [causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None]
+    windowed = [
+        causal for causal, window in zip(config.causal, config.windows, strict=True) if window is not None
+    ]
     keys: dict[str, Any] = {
         "aux_hidden_state_layer_ids": list(config.taps),
         "block_size": config.block,
@@ -201,7 +227,11 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.type == "llama3":
         written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.type == "yarn":
-        written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
+        written |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+        }
     return written
 
 

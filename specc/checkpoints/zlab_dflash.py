@@ -1,7 +1,7 @@
-"""z-lab's layout of DFlash and DFlash 2, which SpecForge's DFlash and DSpark share: keys in ``dflash_config``.
+"""z-lab's layout of DFlash and DFlash 2, and SpecForge's of DFlash and DSpark: keys in ``dflash_config``.
 
-A DFlash 2 checkpoint is known by its architecture, its selector keys or its selector tensors: any one of them, so
-that a checkpoint that lost the others is refused and never runs as DFlash. DSpark likewise.
+A DFlash 2 checkpoint is known by its architecture, its selector keys or its selector tensors: any one of
+them, so that a checkpoint that lost the others is refused and never runs as DFlash. DSpark likewise.
 """
 
 from __future__ import annotations
@@ -34,8 +34,16 @@ name = "zlab-dflash"
 _TAPS = "target_layer_ids"
 # Keys that DFlash 2 configs keep in dflash_config, some writers at the top level: the former wins.
 _EITHER = (
-    "block_size", "mask_token_id", _TAPS, "conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k",
-    "final_logit_softcapping", "output_multiplier", "input_embedding_scale",
+    "block_size",
+    "mask_token_id",
+    _TAPS,
+    "conv_group_size",
+    "conv_kernel_size",
+    "selector_rank",
+    "selector_top_k",
+    "final_logit_softcapping",
+    "output_multiplier",
+    "input_embedding_scale",
 )
 
 
@@ -59,9 +67,17 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
         windows = (size,) * layers
     taps, notes = _taps(top, layers, target)
     config = BlockConfig(
-        layer=layer, layers=layers, target_hidden=target.hidden, taps=taps, vocab=vocab, draft_vocab=vocab,
-        mask_token=read_mask_token(top, vocab), block=top.integer("block_size", least=2),
-        causal=_causal(top, inner, windows), windows=windows, window_rule="zlab",
+        layer=layer,
+        layers=layers,
+        target_hidden=target.hidden,
+        taps=taps,
+        vocab=vocab,
+        draft_vocab=vocab,
+        mask_token=read_mask_token(top, vocab),
+        block=top.integer("block_size", least=2),
+        causal=_causal(top, inner, windows),
+        windows=windows,
+        window_rule="zlab",
         markov=read_markov(inner) if method == "dspark" else None,
         confidence=read_confidence(inner, folder, with_markov=False) if method == "dspark" else None,
         convolution=read_convolution(top, layer.hidden) if method == "dflash2" else None,
@@ -70,7 +86,9 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     )
     scale = top.number("input_embedding_scale", 1.0)
     if scale != 1.0 and "embed_tokens.weight" not in folder.names:
-        raise top.refuse("input_embedding_scale", scale, "1.0: the target's own embedding is scaled as the target does")
+        raise top.refuse(
+            "input_embedding_scale", scale, "1.0: the target's own embedding is scaled as the target does"
+        )
     top.raw("projector_type", None)
     inner.finish()
     top.finish()
@@ -92,7 +110,10 @@ def _hoist(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _method(folder: Folder, inner: Fields) -> str:
     projector = inner.choice("projector_type", ("dflash", "dspark", "dflash2"), "dflash")
     inner.choice("attention_mode", ("gqa",), "gqa")  # SpecForge's other modes are other layers
-    said = {projector, *(str(item).removesuffix("DraftModel").lower() for item in folder.config.get("architectures") or ())}
+    said = {
+        projector,
+        *(str(item).removesuffix("DraftModel").lower() for item in folder.config.get("architectures") or ()),
+    }
     if "dspark" in said or any(item.startswith("markov_head.") for item in folder.names):
         return "dspark"
     selects = any(item.startswith("candidate_selector.") or "_conv." in item for item in folder.names)
@@ -103,7 +124,9 @@ def _taps(top: Fields, layers: int, target: ModelInfo) -> tuple[tuple[int, ...],
     """Return the taps, "after j layers": this layout's numbers plus one, so that -1 is the embedding."""
     top_layers = top.integer("num_target_layers", target.layers)
     if top_layers != target.layers:
-        raise top.refuse("num_target_layers", top_layers, f"{target.layers}, the layers of the target {target.name}")
+        raise top.refuse(
+            "num_target_layers", top_layers, f"{target.layers}, the layers of the target {target.name}"
+        )
     notes: tuple[str, ...] = ()
     if top.has(_TAPS):
         ids = top.integers(_TAPS)
@@ -116,7 +139,7 @@ def _taps(top: Fields, layers: int, target: ModelInfo) -> tuple[tuple[int, ...],
 
 
 def default_ids(layers: int, target_layers: int) -> tuple[int, ...]:
-    """Return z-lab's default target layers: evenly from 1 to L - 3, one per drafter layer (methods.md 4.4)."""
+    """Return z-lab's default target layers: evenly from 1 to L - 3, one per drafter layer."""
     if layers == 1:
         return (target_layers // 2,)
     return tuple(round(1 + index * (target_layers - 4) / (layers - 1)) for index in range(layers))
@@ -138,7 +161,10 @@ def _selector(top: Fields, folder: Folder, vocab: int, target: ModelInfo) -> Sel
     softcap = top.number("final_logit_softcapping") if top.has("final_logit_softcapping") else None
     if "lm_head.weight" in folder.names:
         return replace(selector, multiplier=multiplier, softcap=softcap)
-    for key, value, neutral in (("output_multiplier", multiplier, 1.0), ("final_logit_softcapping", softcap, None)):
+    for key, value, neutral in (
+        ("output_multiplier", multiplier, 1.0),
+        ("final_logit_softcapping", softcap, None),
+    ):
         own = target.config.get(key)
         if own is not None and value not in (neutral, own):
             raise top.refuse(key, value, f"{own}, the target's, whose head the drafter uses")

@@ -1,9 +1,9 @@
-"""The block drafter of the DFlash family: one pass over [anchor, mask, mask, ...], target features as extra keys.
+"""The drafter of the DFlash family: one pass over [anchor, mask, ...], target features as extra keys.
 
 Target features enter every layer as keys and values only (methods.md 4.1), so a layer's context K/V depend on
 nothing but ``context(features)`` and that layer's weights. They are therefore kept as ONE parameter of all
-layers, ``key_value.weight`` [layers * 2 * kv width, hidden]: new rows cost one matrix product, a layer reads its
-own slice of it as a view, and the weights exist once.
+layers, ``key_value.weight`` [layers * 2 * kv width, hidden]: new rows cost one matrix product, a layer reads
+its own slice of it as a view, and the weights exist once.
 
 The same functions serve inference (attention over caches) and training (attention through a mask): the caller
 gives the attention.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ class BlockConfig:
 
     Attributes:
         block: Rows of the block it was trained with, the anchor included.
-        sample_from_anchor: Whether row r predicts the token after its position, so that the anchor's row drafts
-            too (DSpark); otherwise row r predicts its own position and the anchor's row drafts nothing (DFlash).
+        sample_from_anchor: Whether row r predicts the token after its position, so that the anchor's row
+            drafts too (DSpark); otherwise row r predicts its own position and the anchor's row drafts nothing
+            (DFlash).
         causal: Per layer, whether a block row sees only itself and earlier block rows.
         windows: Per layer, the sliding window or None.
         window_rule: Whose reading of a window: they differ (see `BlockConfig.visible`).
@@ -57,7 +58,9 @@ class BlockConfig:
     sample_from_anchor: bool = False
     own_embed: bool = False
     own_head: bool = False
-    maps_ids: bool = False  # candidates are named by the buffer ``target_ids``, else candidate c is target id c
+    maps_ids: bool = (
+        False  # candidates are named by the buffer ``target_ids``, else candidate c is target id c
+    )
     mask_embedding: bool = False
     embedding_scale: float = 1.0
     markov: MarkovConfig | None = None
@@ -88,8 +91,9 @@ class BlockConfig:
             anchor: int64 [..], the position of each row's anchor; context is everything before it.
             end: int64 [..], the last position of each row's block.
 
-        With a window W, speculators shows every row the context positions anchor - W .. anchor - 1 and does not
-        limit the block; z-lab shows row q the positions k with |q - k| < W, transformers with |q - k| <= W.
+        With a window W, speculators shows every row the context positions anchor - W .. anchor - 1 and does
+        not limit the block; z-lab shows row q the positions k with |q - k| < W, transformers with |q - k| <=
+        W.
         """
         window = self.windows[index]
         last = position if self.causal[index] else end
@@ -122,8 +126,10 @@ class BlockLayer(nn.Module):
             self.mlp_conv = GroupedConvolution(layer.hidden, config.convolution)
 
     def key_value(self, projected: Tensor, position: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Return turned keys and values, each [.., kv_heads, head_dim], of projected rows [.., 2 * kv width]."""
-        key, value = (half.unflatten(-1, (self.layer.kv_heads, -1)) for half in projected.chunk(2, dim=-1))
+        """Return turned keys and values [.., kv_heads, head_dim] of projected rows [.., 2 * kv width]."""
+        key, value = (
+            torch.unflatten(half, -1, (self.layer.kv_heads, -1)) for half in projected.chunk(2, dim=-1)
+        )
         if self.layer.qk_norm:
             key = self.k_norm(key)
         return rotary(key, position), value
@@ -131,7 +137,8 @@ class BlockLayer(nn.Module):
     def query(self, x: Tensor, position: Tensor, rotary: Rotary) -> Tensor:
         """Return turned queries [.., heads, head_dim] of x [.., hidden]."""
         query = self.q_proj(x).unflatten(-1, (self.layer.heads, self.layer.head_dim))
-        return rotary(self.q_norm(query) if self.layer.qk_norm else query, position)
+        turned: Tensor = rotary(self.q_norm(query) if self.layer.qk_norm else query, position)
+        return turned
 
 
 class BlockDrafter(nn.Module):
@@ -169,15 +176,22 @@ class BlockDrafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
+    @property
+    def blocks(self) -> list[BlockLayer]:
+        """Return the layers under their own type."""
+        return [cast(BlockLayer, layer) for layer in self.layers]
+
     def context(self, features: Tensor) -> Tensor:
         """Return the context rows [.., hidden] of concatenated taps [.., taps * target_hidden]."""
-        return self.hidden_norm(self.fc(features.to(self.dtype)))
+        rows: Tensor = self.hidden_norm(self.fc(features.to(self.dtype)))
+        return rows
 
     def context_key_value(self, context: Tensor, position: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each layer's keys and values [.., kv_heads, head_dim] of context rows, in one product."""
         projected = self.key_value(context).chunk(self.config.layers, dim=-1)
         return [
-            layer.key_value(part, position, self.rotary) for layer, part in zip(self.layers, projected, strict=True)
+            layer.key_value(part, position, self.rotary)
+            for layer, part in zip(self.blocks, projected, strict=True)
         ]
 
     def embed(self, ids: Tensor, target_embed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -199,11 +213,14 @@ class BlockDrafter(nn.Module):
             attend: Attention of one layer over context and block; see `Attend`.
         """
         hidden = embedded
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.blocks):
             hidden = self._layer(index, layer, hidden, position, attend)
-        return self.norm(hidden)
+        normed: Tensor = self.norm(hidden)
+        return normed
 
-    def _layer(self, index: int, layer: BlockLayer, hidden: Tensor, position: Tensor, attend: Attend) -> Tensor:
+    def _layer(
+        self, index: int, layer: BlockLayer, hidden: Tensor, position: Tensor, attend: Attend
+    ) -> Tensor:
         convolved = self.config.convolution is not None
         normed = layer.input_layernorm(hidden)
         if convolved:
@@ -214,11 +231,12 @@ class BlockDrafter(nn.Module):
         output = layer.o_proj(attended.flatten(-2))
         hidden = hidden + (layer.attention_conv(output, kernels, 1) if convolved else output)
         normed = layer.post_attention_layernorm(hidden)
-        if not convolved:
-            return hidden + layer.mlp(normed)
-        kernels = layer.mlp_conv.kernels(normed)
-        output = layer.mlp(layer.mlp_conv(normed, kernels, 0))
-        return hidden + layer.mlp_conv(output, kernels, 1)
+        if convolved:
+            kernels = layer.mlp_conv.kernels(normed)
+            normed = layer.mlp_conv(normed, kernels, 0)
+        output = layer.mlp(normed)
+        hidden = hidden + (layer.mlp_conv(output, kernels, 1) if convolved else output)
+        return hidden
 
     def _project(self, index: int, x: Tensor) -> Tensor:
         """Project rows by one layer's slice of the fused key and value weights."""
@@ -230,6 +248,7 @@ class BlockDrafter(nn.Module):
     def head(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return logits over the draft vocabulary [.., draft_vocab] of outputs of `forward`."""
         if self.config.own_head:
-            return self.lm_head(hidden)
+            logits: Tensor = self.lm_head(hidden)
+            return logits
         assert target_head is not None, "a drafter without a head needs the target's"
         return target_head(hidden)

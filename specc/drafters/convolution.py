@@ -19,8 +19,8 @@ class ConvolutionConfig:
 class GroupedConvolution(nn.Module):
     """Mix each row with the rows before it in its block, by kernels that are partly predicted.
 
-    One instance serves both sides of a sublayer: side 0 before it, side 1 after it, both with kernels predicted
-    from the sublayer's input. It starts as the identity.
+    One instance serves both sides of a sublayer: side 0 before it, side 1 after it, both with kernels
+    predicted from the sublayer's input. It starts as the identity.
     """
 
     def __init__(self, hidden: int, config: ConvolutionConfig) -> None:
@@ -33,17 +33,15 @@ class GroupedConvolution(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def kernels(self, x: Tensor) -> Tensor:
-        """Return the predicted part of both sides' kernels: [.., rows, hidden] -> [.., rows, 2, taps, groups]."""
-        return self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
+        """Return the predicted part of both kernels, [.., rows, 2, taps, groups], of x [.., rows, hidden]."""
+        return torch.unflatten(self.kernel_projection(x), -1, (2, self.taps, self.groups))
 
     def forward(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:
-        """Convolve [.., rows, hidden] along its rows, which are one block: nothing comes in from before it."""
-        grouped = x.unflatten(-1, (self.groups, self.group))
-        base = self.base_kernel[side].unflatten(-1, (self.groups, self.group))  # [taps, groups, group]
-        for tap in range(min(self.taps, x.shape[-2])):
-            kernel = base[tap] + kernels[..., side, tap, :, None]
-            shifted = grouped
-            if tap:
-                shifted = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :]
-            mixed = mixed + kernel * shifted if tap else kernel * shifted
+        """Convolve [.., rows, hidden] along its rows, one block: nothing comes in from before it."""
+        grouped = torch.unflatten(x, -1, (self.groups, self.group))
+        base = torch.unflatten(self.base_kernel[side], -1, (self.groups, self.group))  # [taps, groups, group]
+        mixed: Tensor = (base[0] + kernels[..., side, 0, :, None]) * grouped
+        for tap in range(1, min(self.taps, x.shape[-2])):
+            shifted = nn.functional.pad(grouped, (0, 0, 0, 0, tap, 0))[..., : x.shape[-2], :, :]
+            mixed = mixed + (base[tap] + kernels[..., side, tap, :, None]) * shifted
         return mixed.flatten(-2)

@@ -1,6 +1,7 @@
 """DSpark's heads: a bias that depends on the tokens drafted so far, and a guess whether a draft is accepted.
 
-Source: methods.md 5.3 and 5.5. ``w1`` is indexed by target ids, ``w2`` gives logits over the draft vocabulary.
+Source: methods.md 5.3 and 5.5. ``w1`` is indexed by target ids, ``w2`` gives logits over the draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class MarkovHead(nn.Module):
 
     def look_up(self, previous: Tensor) -> Tensor:
         """Return the row of w1 of each previous token: [..] -> [.., rank]; -1 and the like are clamped."""
-        return self.markov_w1(previous.clamp(0, self.markov_w1.num_embeddings - 1))
+        found: Tensor = self.markov_w1(previous.clamp(0, self.markov_w1.num_embeddings - 1))
+        return found
 
     def latent(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return what w2 multiplies [.., rank], and the next state.
@@ -59,9 +61,10 @@ class MarkovHead(nn.Module):
         return embedded, state
 
     def bias(self, latent: Tensor, candidates: Tensor | None = None) -> Tensor:
-        """Return the bias on the logits: [.., draft_vocab], or [.., count] of draft ids ``candidates`` alone."""
+        """Return the bias on the logits: [.., draft_vocab], or [.., count] of ``candidates``, draft ids."""
         if candidates is None:
-            return self.markov_w2(latent)
+            whole: Tensor = self.markov_w2(latent)
+            return whole
         rows = nn.functional.embedding(candidates, self.markov_w2.weight)  # [.., count, rank]
         return (rows @ latent[..., None])[..., 0]
 
@@ -78,7 +81,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentMarkovHead(MarkovHead):
-    """A gated recurrence over the drafted tokens: joint_proj([state; w1[previous]; hidden]) -> gate, content, output."""
+    """A gated recurrence: joint_proj([state; w1[previous]; hidden]) gives gate, content and output."""
 
     def __init__(self, config: MarkovConfig, vocab: int, draft_vocab: int, hidden: int) -> None:
         super().__init__(config, vocab, draft_vocab)
@@ -108,8 +111,9 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(hidden + rank if config.with_markov else hidden, 1, bias=config.bias)
 
     def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
-        """Return logits [..] of outputs [.., hidden] and `MarkovHead.look_up` rows [.., rank] of the previous token."""
+        """Return logits [..]; ``embedded`` is `MarkovHead.look_up` [.., rank] of the previous token."""
         if self.with_markov:
             assert embedded is not None, "this confidence head reads the Markov table"
             hidden = torch.cat([hidden, embedded], dim=-1)
-        return self.proj(hidden)[..., 0]
+        logits: Tensor = self.proj(hidden)[..., 0]
+        return logits

@@ -1,4 +1,4 @@
-"""DFlash 2's candidate selector: score the likeliest tokens of a row by the token drafted before (methods.md 6.2)."""
+"""DFlash 2's candidate selector: score a row's likeliest tokens by the token before (methods.md 6.2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SelectorConfig:
 
 
 class CandidateSelector(nn.Module):
-    """score(a, b) = capped logit of b + sum over i of predecessor[a]_i * projected hidden_i * successor[b]_i."""
+    """score(a, b) = capped logit of b + sum of predecessor[a] * projected hidden * successor[b]."""
 
     def __init__(self, config: SelectorConfig, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -52,4 +52,5 @@ class CandidateSelector(nn.Module):
         before = nn.functional.embedding(previous, self.predecessor_codebook)
         after = nn.functional.embedding(ids, self.successor_codebook)  # [.., top_k, rank]
         edge = (before * self.hidden_projection(hidden))[..., None]
-        return unary + (after @ edge)[..., 0].float()
+        scores: Tensor = unary + (after @ edge)[..., 0].float()
+        return scores

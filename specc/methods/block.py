@@ -1,7 +1,8 @@
 """What DFlash, DSpark and DFlash 2 share: context K/V from target features, and one pass over a block.
 
-The block's own K/V are written into the same caches at their positions, n - 1 and on. Nothing reads them after
-the step: `observe` overwrites those of committed positions with the context's, and the next block the rest.
+The block's own K/V are written into the same caches at their positions, n - 1 and on. Nothing reads them
+after the step: `observe` overwrites those of committed positions with the context's, and the next block the
+rest.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ def reject_pair(
     if config is None:
         return tuple(reasons)
     if block > config.drafts:
-        reasons.append(f"block is {block}; the drafter was trained to draft {config.drafts} tokens, and fewer work too")
+        reasons.append(
+            f"block is {block}; the drafter was trained to draft {config.drafts} tokens, and fewer work too"
+        )
     if config.target_hidden != target.hidden:
         reasons.append(
-            f"the drafter reads target states of width {config.target_hidden}, the target's hidden size is {target.hidden}"
+            f"the drafter reads states of width {config.target_hidden}, the target's is {target.hidden}"
         )
     outside = [tap for tap in config.taps if not 0 <= tap < target.layers]
     if outside:
         reasons.append(
-            f"the drafter taps the states after layers {outside}; the target has {target.layers} layers, and the state "
-            "after its last layer is read before the final norm by some and after it by others"
+            f"the drafter taps the states after layers {outside}; the target has {target.layers}, and the "
+            "state after its last layer is read before the final norm by some and after it by others"
         )
     if config.vocab != target.vocab:
         reasons.append(f"the drafter's vocabulary has {config.vocab} ids, the target's {target.vocab}")
@@ -57,7 +60,7 @@ def reject_pair(
     shared = [part for part, own in (("embedding", config.own_embed), ("head", config.own_head)) if not own]
     if shared and config.hidden != target.hidden:
         reasons.append(
-            f"the drafter uses the target's {' and '.join(shared)}, but its hidden size is {config.hidden} and the "
+            f"the drafter uses the target's {' and '.join(shared)}, but its width is {config.hidden} and the "
             f"target's {target.hidden}"
         )
     return tuple(reasons)
@@ -94,7 +97,8 @@ def run_block(context: MethodContext, window: int | None) -> tuple[Tensor, Tenso
         window: Context positions before the anchor that a row may see; None = what the drafter says.
 
     Returns:
-        The outputs of the rows that draft [slots, block, hidden], and which drafts are valid, bool [slots, block].
+        The outputs of the rows that draft [slots, block, hidden], and which drafts are valid, bool [slots,
+        block].
     """
     drafter: BlockDrafter = context.drafter
     config = drafter.config
@@ -108,7 +112,9 @@ def run_block(context: MethodContext, window: int | None) -> tuple[Tensor, Tenso
     masks = torch.full_like(position[:, 1:], config.mask_token)
     embedded = drafter.embed(torch.cat([context.anchor[:, None], masks], dim=1), context.embed)
     hidden = drafter(
-        embedded, position, _attend(context, position, context.cache_rows(position, inside), anchor, end, window)
+        embedded,
+        position,
+        _attend(context, position, context.cache_rows(position, inside), anchor, end, window),
     )
     drafting = slice(rows - context.block, None)
     predicted = context.length[:, None] + torch.arange(context.block, device=anchor.device)
@@ -116,7 +122,12 @@ def run_block(context: MethodContext, window: int | None) -> tuple[Tensor, Tenso
 
 
 def _attend(
-    context: MethodContext, position: Tensor, cache_row: Tensor, anchor: Tensor, end: Tensor, window: int | None
+    context: MethodContext,
+    position: Tensor,
+    cache_row: Tensor,
+    anchor: Tensor,
+    end: Tensor,
+    window: int | None,
 ) -> Attend:
     config: BlockConfig = context.drafter.config
     slots, rows = position.shape
@@ -128,11 +139,17 @@ def _attend(
             first = torch.maximum(first, anchor - window)
         last = torch.minimum(last, end)
         out: Tensor = ops.attend(
-            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
-            context.state[f"key.{index}"], context.state[f"value.{index}"],
-            slot, cache_row.flatten(), first.expand(-1, rows).flatten(), last.expand(-1, rows).flatten(),
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            context.state[f"key.{index}"],
+            context.state[f"value.{index}"],
+            slot,
+            cache_row.flatten(),
+            first.expand(-1, rows).flatten(),
+            last.expand(-1, rows).flatten(),
             config.layer.scale,
         )
-        return out.unflatten(0, (slots, rows))
+        return torch.unflatten(out, 0, (slots, rows))
 
     return attend

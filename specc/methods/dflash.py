@@ -16,7 +16,8 @@ class DFlash:
     """One pass over the block; row r drafts its own position, or the next one if the drafter says so.
 
     Attributes:
-        draft_attention_window: Context positions before the anchor that the block may see; None = the drafter's.
+        draft_attention_window: Context positions before the anchor that the block may see; None = the
+            drafter's.
     """
 
     name: str = "dflash"

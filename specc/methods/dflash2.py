@@ -18,7 +18,8 @@ class DFlash2:
     What a draft is drawn from has those C tokens alone.
 
     Attributes:
-        draft_attention_window: Context positions before the anchor that the block may see; None = the drafter's.
+        draft_attention_window: Context positions before the anchor that the block may see; None = the
+            drafter's.
     """
 
     name: str = "dflash2"

@@ -1,4 +1,4 @@
-"""DSpark: a DFlash block whose logits are corrected left to right by the tokens drafted so far (methods.md 5)."""
+"""DSpark: a DFlash block whose logits are corrected by the tokens drafted so far (methods.md 5)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class DSpark:
         candidates: Correct and draw from only the C likeliest base logits of each row; None = all. What is
             drawn from has those C tokens alone, so any C is lossless.
         confidence_threshold: Drop the drafts from the first one on whose confidence is below this probability
-            (for a batch of one; a batch shares its rows by `specc`'s budget instead). The confidence of a draft
-            reads only tokens before it, so dropping by it changes no distribution.
-        draft_attention_window: Context positions before the anchor that the block may see; None = the drafter's.
+            (for a batch of one; a batch shares its rows by `specc`'s budget instead). The confidence of a
+            draft reads only tokens before it, so dropping by it changes no distribution.
+        draft_attention_window: Context positions before the anchor that the block may see; None = the
+            drafter's.
     """
 
     name: str = "dspark"
@@ -42,7 +43,9 @@ class DSpark:
         if self.candidates is not None and self.candidates < 1:
             reasons.append(f"candidates is {self.candidates}; at least 1, or None for the whole vocabulary")
         if config is not None and self.candidates is not None and self.candidates > config.draft_vocab:
-            reasons.append(f"candidates is {self.candidates}, the draft vocabulary has {config.draft_vocab} tokens")
+            reasons.append(
+                f"candidates is {self.candidates}, the draft vocabulary has {config.draft_vocab} tokens"
+            )
         threshold = self.confidence_threshold
         if threshold is not None and not 0.0 < threshold < 1.0:
             reasons.append(f"confidence_threshold is {threshold}; a probability between 0 and 1")
@@ -72,7 +75,9 @@ class DSpark:
             valid = valid & ((confidence >= threshold).cumprod(dim=1) > 0)
         return context.draw.draft(confidence=confidence, valid=valid)
 
-    def _walk(self, context: MethodContext, drafter: BlockDrafter, hidden: Tensor, base: Tensor) -> Tensor | None:
+    def _walk(
+        self, context: MethodContext, drafter: BlockDrafter, hidden: Tensor, base: Tensor
+    ) -> Tensor | None:
         """Draw the block left to right from corrected logits; return the confidence logits [slots, block]."""
         config = drafter.config
         candidates: Tensor | None = None

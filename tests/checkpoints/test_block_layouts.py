@@ -32,8 +32,12 @@ REFUSED = {
     "missing-selector": ("candidate_selector.successor_codebook", "no such tensor"),
 }
 LAYOUTS = {
-    "dflash-hf": "hf-dflash", "dflash-spec": "speculators-dflash", "dflash-zlab": "zlab-dflash",
-    "dflash2-spec": "speculators-dflash2", "dflash2-zlab": "zlab-dflash2", "dspark-spec-rnn": "speculators-dspark",
+    "dflash-hf": "hf-dflash",
+    "dflash-spec": "speculators-dflash",
+    "dflash-zlab": "zlab-dflash",
+    "dflash2-spec": "speculators-dflash2",
+    "dflash2-zlab": "zlab-dflash2",
+    "dspark-spec-rnn": "speculators-dspark",
     "dspark-specforge": "specforge-dspark",
 }
 
@@ -60,7 +64,9 @@ def test_good_loads(name: str) -> None:
     bundle = read_drafter(oracles.folder(f"broken/{name}"), _target(BROKEN[name]["target"]))
     assert bundle.info.method == name.removeprefix("good-").removesuffix("-zlab")
     assert bundle.unused == ()
-    assert {value.dtype for value in bundle.module.parameters()} == {torch.float32}  # the target's, from bfloat16
+    assert {value.dtype for value in bundle.module.parameters()} == {
+        torch.float32
+    }  # the target's, from bfloat16
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -79,15 +85,22 @@ def test_each_weight_is_stored_once() -> None:
     folder = oracles.folder("drafters/dspark-spec-vanilla")
     module = read_drafter(folder, _target("llama")).module
     saved = load_file(folder / "model.safetensors")
-    assert sum(value.numel() for value in module.parameters()) == sum(value.numel() for value in saved.values())
-    fused = torch.cat([saved[f"layers.{index}.self_attn.{kind}_proj.weight"] for index in (0, 1) for kind in "kv"])
+    assert sum(value.numel() for value in module.parameters()) == sum(
+        value.numel() for value in saved.values()
+    )
+    fused = torch.cat(
+        [saved[f"layers.{index}.self_attn.{kind}_proj.weight"] for index in (0, 1) for kind in "kv"]
+    )
     assert torch.equal(module.key_value.weight, fused)
 
 
 def _changed(tmp_path: Path, name: str, edit: Any = None, tensors: Any = None) -> Path:
     """Copy a drafter with its config or its tensors changed by a function."""
     source = oracles.folder(name)
-    config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    config, weights = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
     if edit is not None:
         edit(config)
     if tensors is not None:
@@ -101,11 +114,27 @@ def _changed(tmp_path: Path, name: str, edit: Any = None, tensors: Any = None) -
     ("name", "edit", "says"),
     [
         ("broken/good-dflash-zlab", lambda c: c.update(logit_scale=2.0), "logit_scale"),
-        ("broken/good-dflash-zlab", lambda c: c["dflash_config"].update(attention_sink_bias=True), "attention_sink_bias"),
-        ("broken/good-dflash-zlab", lambda c: c["dflash_config"].update(attention_mode="mla"), "attention_mode"),
+        (
+            "broken/good-dflash-zlab",
+            lambda c: c["dflash_config"].update(attention_sink_bias=True),
+            "attention_sink_bias",
+        ),
+        (
+            "broken/good-dflash-zlab",
+            lambda c: c["dflash_config"].update(attention_mode="mla"),
+            "attention_mode",
+        ),
         ("broken/good-dflash-zlab", lambda c: c["rope_parameters"].update(rope_type="spiral"), "spiral"),
-        ("broken/good-dflash-zlab", lambda c: c["dflash_config"].update(target_layer_ids=[1, 3]), "fc.weight"),
-        ("broken/good-dflash-zlab", lambda c: c["dflash_config"].update(target_layer_ids=[1, 3, 9]), "found 9"),
+        (
+            "broken/good-dflash-zlab",
+            lambda c: c["dflash_config"].update(target_layer_ids=[1, 3]),
+            "fc.weight",
+        ),
+        (
+            "broken/good-dflash-zlab",
+            lambda c: c["dflash_config"].update(target_layer_ids=[1, 3, 9]),
+            "found 9",
+        ),
         ("broken/good-dflash-zlab", lambda c: c.update(num_target_layers=6), "num_target_layers"),
         ("broken/good-dflash-zlab", lambda c: c.update(model_type="gemma3"), "model_type"),
         ("broken/good-dflash-zlab", lambda c: c.update(layer_types=["linear_attention"]), "layer_types"),
@@ -118,10 +147,16 @@ def _changed(tmp_path: Path, name: str, edit: Any = None, tensors: Any = None) -
         ("broken/good-dspark", lambda c: c.update(enable_confidence_head=False), "confidence_head.proj"),
         ("broken/good-dflash2", lambda c: c.update(conv_group_size=24), "conv_group_size"),
         ("broken/good-dflash2", lambda c: c.update(selector_top_k=600), "selector_top_k"),
-        ("broken/good-dflash2-zlab", lambda c: c["dflash_config"].update(input_embedding_scale=2.0), "input_embedding_scale"),
+        (
+            "broken/good-dflash2-zlab",
+            lambda c: c["dflash_config"].update(input_embedding_scale=2.0),
+            "input_embedding_scale",
+        ),
     ],
 )
-def test_a_config_that_means_something_else_is_refused(tmp_path: Path, name: str, edit: Any, says: str) -> None:
+def test_a_config_that_means_something_else_is_refused(
+    tmp_path: Path, name: str, edit: Any, says: str
+) -> None:
     with pytest.raises(ArtifactError, match="found") as caught:
         read_drafter(_changed(tmp_path, name, edit), _target("qwen3"))
     assert says in str(caught.value)
@@ -136,12 +171,14 @@ def test_leftover_and_missing_tensors_are_refused(tmp_path: Path, name: str) -> 
         read_drafter(_changed(tmp_path, name, tensors=add), _target("qwen3"))
     with pytest.raises(ArtifactError, match=r"layers.0.self_attn.v_proj.weight: found no such tensor"):
         read_drafter(
-            _changed(tmp_path, name, tensors=lambda w: w.pop("layers.0.self_attn.v_proj.weight")), _target("qwen3")
+            _changed(tmp_path, name, tensors=lambda w: w.pop("layers.0.self_attn.v_proj.weight")),
+            _target("qwen3"),
         )
 
 
 def test_dflash2_never_becomes_dflash(tmp_path: Path) -> None:
     """Whichever of its marks is lost, what is left is refused."""
+
     def strip(weights: dict[str, Tensor]) -> None:
         for name in [name for name in weights if name.startswith("candidate_selector.") or "_conv." in name]:
             del weights[name]
@@ -151,9 +188,11 @@ def test_dflash2_never_becomes_dflash(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no such key"):
         read_drafter(
             _changed(
-                tmp_path, "broken/good-dflash2-zlab",
+                tmp_path,
+                "broken/good-dflash2-zlab",
                 lambda c: c.update(
-                    architectures=["DFlashDraftModel"], dflash_config={"mask_token_id": 511, "target_layer_ids": [1, 3, 5]}
+                    architectures=["DFlashDraftModel"],
+                    dflash_config={"mask_token_id": 511, "target_layer_ids": [1, 3, 5]},
                 ),
             ),
             _target("qwen3"),
@@ -170,7 +209,9 @@ def test_dflash2_never_becomes_dflash(tmp_path: Path) -> None:
         ({"is_causal": True, "inner": False}, (True, True)),
     ],
 )
-def test_who_decides_that_a_zlab_layer_is_causal(tmp_path: Path, keys: dict[str, bool], causal: tuple[bool, ...]) -> None:
+def test_who_decides_that_a_zlab_layer_is_causal(
+    tmp_path: Path, keys: dict[str, bool], causal: tuple[bool, ...]
+) -> None:
     def edit(config: dict[str, Any]) -> None:
         config["layer_types"] = ["sliding_attention", "full_attention"]
         if "inner" in keys:
@@ -212,10 +253,11 @@ def _deepspec(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
 
 def test_deepspec(tmp_path: Path) -> None:
     kept: dict[str, Any] = {}
-    folder = _changed(
-        tmp_path, "drafters/dspark-specforge", kept.update, lambda weights: None
+    folder = _changed(tmp_path, "drafters/dspark-specforge", kept.update, lambda weights: None)
+    config, weights = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
     )
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     _deepspec(config, weights)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
@@ -241,7 +283,8 @@ def test_known_but_not_supported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Gemma 4"):
         read_drafter(
             _changed(
-                tmp_path, "drafters/dspark-specforge",
+                tmp_path,
+                "drafters/dspark-specforge",
                 lambda c: (c.pop("dflash_config"), c.update(architectures=["Gemma4DSparkModel"])),
             ),
             _target("qwen3"),
@@ -249,8 +292,12 @@ def test_known_but_not_supported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="DeepSeek-V4"):
         read_drafter(
             _changed(
-                tmp_path, "drafters/dspark-specforge",
-                lambda c: (c.pop("dflash_config"), c.update(architectures=["DeepseekV4ForCausalLM"], dspark_block_size=5)),
+                tmp_path,
+                "drafters/dspark-specforge",
+                lambda c: (
+                    c.pop("dflash_config"),
+                    c.update(architectures=["DeepseekV4ForCausalLM"], dspark_block_size=5),
+                ),
             ),
             _target("qwen3"),
         )

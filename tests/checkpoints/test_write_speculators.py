@@ -73,5 +73,7 @@ def test_bytes_do_not_change_from_one_write_to_the_next(tmp_path: Path) -> None:
 def test_what_the_layout_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     config: BlockConfig = replace(block_config("dflash"), **changes)
     with pytest.raises(UnsupportedError, match=says):
-        write_drafter(tmp_path, describe("d", "dflash", "x", config), random_drafter(config), _target("llama"))
+        write_drafter(
+            tmp_path, describe("d", "dflash", "x", config), random_drafter(config), _target("llama")
+        )
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
 """A slow, obvious forward of a block drafter, and small random drafters to compare with it.
 
-It shares no code with the drafter but the weights: the whole context at once, one query row at a time, visibility
-asked of a plain function of two positions.
+It shares no code with the drafter but the weights: the whole context at once, one query row at a time,
+visibility asked of a plain function of two positions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ def block_config(kind: str, **changes: Any) -> BlockConfig:
     """Return a small configuration of "dflash", "dspark" (anchor-aligned, vanilla head) or "dflash2"."""
     layer = LayerConfig(hidden=HIDDEN, intermediate=40, heads=4, kv_heads=2, head_dim=8, qk_norm=True)
     values: dict[str, Any] = {
-        "layer": layer, "layers": 2, "target_hidden": HIDDEN, "taps": (1, 2), "vocab": VOCAB, "draft_vocab": VOCAB,
-        "mask_token": MASK, "block": 6, "causal": (False, False), "windows": (None, None),
+        "layer": layer,
+        "layers": 2,
+        "target_hidden": HIDDEN,
+        "taps": (1, 2),
+        "vocab": VOCAB,
+        "draft_vocab": VOCAB,
+        "mask_token": MASK,
+        "block": 6,
+        "causal": (False, False),
+        "windows": (None, None),
     }
     if kind == "dspark":
         values |= {
-            "sample_from_anchor": True, "markov": MarkovConfig("vanilla", 8), "confidence": ConfidenceConfig(True)
+            "sample_from_anchor": True,
+            "markov": MarkovConfig("vanilla", 8),
+            "confidence": ConfidenceConfig(True),
         }
     if kind == "dflash2":
         values |= {"convolution": ConvolutionConfig(8, 2), "selector": SelectorConfig(8, 5)}
@@ -53,8 +63,10 @@ def random_drafter(config: BlockConfig, seed: int = 0) -> BlockDrafter:
     return drafter.eval().requires_grad_(False)
 
 
-def visible(config: BlockConfig, layer: int, query: int, key: int, anchor: int, window: int | None = None) -> bool:
-    """Return whether the block row at ``query`` sees ``key``; both positions are of this slot, key <= block end."""
+def visible(
+    config: BlockConfig, layer: int, query: int, key: int, anchor: int, window: int | None = None
+) -> bool:
+    """Return whether the block row at position ``query`` sees position ``key``, at most the block's end."""
     if key < anchor and window is not None and key < anchor - window:
         return False
     if key >= anchor and config.causal[layer] and key > query:
@@ -70,7 +82,7 @@ def visible(config: BlockConfig, layer: int, query: int, key: int, anchor: int, 
 def naive_forward(
     drafter: BlockDrafter, features: Tensor, ids: list[int], embed: nn.Module, window: int | None = None
 ) -> Tensor:
-    """Return the outputs [rows, hidden] of the block ``ids``, whose anchor comes after ``features`` [anchor, taps * h]."""
+    """Return the outputs [rows, hidden] of a block whose anchor comes after ``features`` [anchor, ..]."""
     config, anchor = drafter.config, features.shape[0]
     hidden = embed(torch.tensor(ids))
     context = _norm(features @ drafter.fc.weight.T, drafter.hidden_norm)
@@ -80,12 +92,16 @@ def naive_forward(
         if config.convolution is not None:
             s = _convolve(layer.attention_conv, s, before, 0)
         output = _attention(drafter, index, s, context, anchor, window) @ layer.o_proj.weight.T
-        hidden = hidden + (_convolve(layer.attention_conv, output, before, 1) if config.convolution else output)
+        hidden = hidden + (
+            _convolve(layer.attention_conv, output, before, 1) if config.convolution else output
+        )
         s = before = _norm(hidden, layer.post_attention_layernorm)
         if config.convolution is not None:
             s = _convolve(layer.mlp_conv, s, before, 0)
         mlp = layer.mlp
-        output = (nn.functional.silu(s @ mlp.gate_proj.weight.T) * (s @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        output = (
+            nn.functional.silu(s @ mlp.gate_proj.weight.T) * (s @ mlp.up_proj.weight.T)
+        ) @ mlp.down_proj.weight.T
         hidden = hidden + (_convolve(layer.mlp_conv, output, before, 1) if config.convolution else output)
     return _norm(hidden, drafter.norm)
 
@@ -95,11 +111,13 @@ def _norm(x: Tensor, norm: Any) -> Tensor:
 
 
 def _turn(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn heads [rows, heads, head_dim] by the rows' positions, the first half of a head against the second."""
+    """Turn heads [rows, heads, head_dim] by the rows' positions, a head's first half against its second."""
     half = x.shape[-1] // 2
     angle = (positions[:, None] / theta ** (torch.arange(half) * 2 / x.shape[-1]))[:, None]
     left, right = x[..., :half], x[..., half:]
-    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+    return torch.cat(
+        [left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1
+    )
 
 
 def _attention(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specc.contracts import Draft, MethodContext
+from specc.contracts import Draft
 from specc.drafters.block import BlockConfig, BlockDrafter
 from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
@@ -39,11 +39,22 @@ def _text(seed: int, prompt: int, length: int = 50) -> Text:
 
 
 def _driver(
-    model: Any, kind: str, drafter: BlockDrafter, *, slots: int = 1, block: int | None = None,
-    capacity: int = CAPACITY, method: Any = None,
+    model: Any,
+    kind: str,
+    drafter: BlockDrafter,
+    *,
+    slots: int = 1,
+    block: int | None = None,
+    capacity: int = CAPACITY,
+    method: Any = None,
 ) -> Driver:
     return Driver(
-        method or METHODS[kind], drafter, model, slots=slots, capacity=capacity, block=block or drafter.config.drafts
+        method or METHODS[kind],
+        drafter,
+        model,
+        slots=slots,
+        capacity=capacity,
+        block=block or drafter.config.drafts,
     )
 
 
@@ -68,7 +79,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("windows", WINDOWED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_block_equals_a_forward_over_everything(model: Any, kind: str, windows: str) -> None:
-    """D1, D4's positions, F2: slots of other lengths, stepped with other accepts, against the naive forward."""
+    """D1, D4's positions, F2: two slots, other lengths, other accepts, against the naive forward."""
     drafter = random_drafter(block_config(kind, **WINDOWED[windows]))
     driver = _driver(model, kind, drafter, slots=2)
     outputs = _outputs(driver)
@@ -282,8 +293,8 @@ def test_who_depends_on_a_drawn_token(model: Any, kind: str) -> None:
 def test_near_the_end_of_a_slot(model: Any, kind: str) -> None:
     """Rows past the capacity are garbage nobody sees: what is left is the block of the rows inside.
 
-    With c rows inside, the outputs equal those of a c-row block in a longer slot bit for bit up to the order of
-    sums; a draft is valid if its row is inside and the token it drafts has a place.
+    With c rows inside, the outputs equal those of a c-row block in a longer slot bit for bit up to the order
+    of sums; a draft is valid if its row is inside and the token it drafts has a place.
     """
     drafter = random_drafter(block_config(kind))
     text = _text(1, 9)
@@ -328,7 +339,11 @@ def test_traces_without_a_host_value(model: Any, kind: str) -> None:
 
     def step(tokens: Tensor, length: Tensor, running: Tensor, *state: Tensor) -> Tensor:
         found = replace(
-            context, tokens=tokens, length=length, running=running, state=dict(zip(names, state, strict=True)),
+            context,
+            tokens=tokens,
+            length=length,
+            running=running,
+            state=dict(zip(names, state, strict=True)),
             draw=GreedyDraw(),
         )
         return driver.method.draft(found).tokens
@@ -349,14 +364,28 @@ def test_rejects_a_pair_for_every_reason(model: Any) -> None:
         "dspark needs a drafter; give the folder of a dspark checkpoint of this target",
     )
     bad: BlockConfig = replace(
-        good, target_hidden=48, taps=(0, 3, -1), vocab=VOCAB + 1, mask_token=VOCAB, draft_vocab=50,
-        layer=replace(good.layer, hidden=40), confidence=None,
+        good,
+        target_hidden=48,
+        taps=(0, 3, -1),
+        vocab=VOCAB + 1,
+        mask_token=VOCAB,
+        draft_vocab=50,
+        layer=replace(good.layer, hidden=40),
+        confidence=None,
     )
     method = DSpark(candidates=51, confidence_threshold=1.5, draft_attention_window=0)
     reasons = method.reject(target, describe("d", "dflash", "x", bad), 7)
     told = [
-        "made for dflash", "draft_attention_window is 0", "trained to draft 6", "width 48", "layers [3, -1]",
-        f"{VOCAB + 1} ids", f"mask token is {VOCAB}", "embedding and head", "candidates is 51", "between 0 and 1",
+        "made for dflash",
+        "draft_attention_window is 0",
+        "trained to draft 6",
+        "width 48",
+        "layers [3, -1]",
+        f"{VOCAB + 1} ids",
+        f"mask token is {VOCAB}",
+        "embedding and head",
+        "candidates is 51",
+        "between 0 and 1",
         "needs a confidence head",
     ]
     assert [part for part in told if not any(part in reason for reason in reasons)] == []

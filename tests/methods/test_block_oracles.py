@@ -26,7 +26,11 @@ def _load(name: str, **options: Any) -> tuple[Any, Any, Driver]:
     model = oracles.target(reference.info["target"])
     bundle = read_drafter(oracles.folder(reference.info["drafter"]), model_info(model))
     driver = Driver(
-        METHODS[bundle.info.method], bundle.module, model, capacity=CAPACITY, block=reference.info["K"],
+        METHODS[bundle.info.method],
+        bundle.module,
+        model,
+        capacity=CAPACITY,
+        block=reference.info["K"],
         **{"slots": 3, **options},
     )
     return reference, bundle, driver

@@ -40,7 +40,9 @@ def _drafter(config: BlockConfig) -> BlockDrafter:
     return drafter
 
 
-def _draft(model: Any, drafter: BlockDrafter, method: Any, block: int | None = None) -> tuple[Driver, Any, Tensor]:
+def _draft(
+    model: Any, drafter: BlockDrafter, method: Any, block: int | None = None
+) -> tuple[Driver, Any, Tensor]:
     """Return a driver after one draft of two slots, the draft, and the outputs [slots, rows, hidden]."""
     driver = Driver(method, drafter, model, slots=2, capacity=64, block=block or drafter.config.drafts)
     outputs: list[Tensor] = []
@@ -54,7 +56,9 @@ def _draft(model: Any, drafter: BlockDrafter, method: Any, block: int | None = N
     return driver, draft, outputs[-1]
 
 
-def _walk(drafter: BlockDrafter, model: Any, rows: Tensor, anchor: int) -> tuple[list[int], list[Tensor], list[float]]:
+def _walk(
+    drafter: BlockDrafter, model: Any, rows: Tensor, anchor: int
+) -> tuple[list[int], list[Tensor], list[float]]:
     """Walk one slot's rows by the formulas of methods.md 5.3, one token at a time."""
     head, config = drafter.markov_head, drafter.config
     w1, w2 = head.markov_w1.weight, head.markov_w2.weight
@@ -156,7 +160,9 @@ def test_confidence_threshold_drops_the_tail(model: Any) -> None:
 def test_confidence_may_ignore_the_markov_table_or_be_absent(model: Any) -> None:
     plain = _drafter(_config("vanilla", confidence=ConfidenceConfig(with_markov=False)))
     _, draft, outputs = _draft(model, plain, DSpark())
-    torch.testing.assert_close(draft.confidence, plain.confidence_head.proj(outputs)[..., 0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        draft.confidence, plain.confidence_head.proj(outputs)[..., 0], atol=1e-5, rtol=0
+    )
     none = _drafter(_config("vanilla", confidence=None))
     assert _draft(model, none, DSpark())[1].confidence is None
 
