@@ -167,7 +167,7 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
         "record": torch.cat([torch.stack(columns, 1), emitted], dim=1),
     }
     if "logits" in key.extras:
-        out["raw_logits"] = raw
+        out["logits"] = raw
     if "scores" in key.extras:
         out["scores"] = logits
     return out

@@ -47,6 +47,7 @@ class Progress:
     request: Request
     record: SlotRecord
     finish: str | None  # "stop" | "length" | None
+    slot: int = 0
 
 
 @dataclass
@@ -154,7 +155,7 @@ class Scheduler:
                 del self._slots[slot]
             else:
                 self._advance(slot, held, len(record.tokens))
-            yield Progress(held.request, record, finish)
+            yield Progress(held.request, record, finish, slot)
 
     def _advance(self, slot: int, held: _Slot, count: int) -> None:
         """Count new tokens; past the length where rotary frequencies switch, every row has to run again."""

@@ -40,6 +40,13 @@ class Stats:
             for index in range(reached):
                 counts[index] += 1
 
+    def forget(self, record: SlotRecord, kept: int) -> None:
+        """Take back the tokens of a step behind the first ``kept``: a stop string ended before them."""
+        self.tokens -= len(record.tokens) - kept
+        for index in range(min(kept, record.accepted), record.accepted):
+            self.accepted -= 1
+            self.accepted_at[index] -= 1
+
     def finish(self) -> Stats:
         self.seconds = time.perf_counter() - self.begin
         return self

@@ -1,0 +1,243 @@
+"""`Compiled`: what `specc.compile` returns; a drop-in for a model's ``generate``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.contracts import AcceptRule, Method, ModelInfo
+from specc.errors import InputError
+from specc.models.generation import check_streamer
+from specc.runtime.arguments import Arguments, read_arguments
+from specc.runtime.engine import Engine
+from specc.runtime.generation import FinishReason, Generation
+from specc.runtime.inspection import Inspection, inspect_engine
+from specc.runtime.scheduler import Progress, Request, Scheduler
+from specc.runtime.stats import Stats
+from specc.runtime.stopping import StopStrings
+from specc.runtime.weights import WeightWatch
+
+
+class Compiled:
+    """A target with a drafting method, compiled for a device.
+
+    Not built by hand: `specc.compile` and `specc.load` return it. One call runs at a time; a second thread waits.
+
+    Attributes:
+        method: the drafting method.
+        block: draft tokens per step; 0 for plain decoding.
+        record: the TuneRecord that chose the block, if one did.
+        tokenizer: the target's, if one came with it.
+    """
+
+    def __init__(
+        self, engine: Engine, method: Method, block: int, accept: AcceptRule, *, info: ModelInfo,
+        tokenizer: Any = None, generation: Mapping[str, Any] | None = None, record: Any = None,
+    ) -> None:
+        self.engine, self.method, self.block, self.accept = engine, method, block, accept
+        self.info, self.tokenizer, self.record = info, tokenizer, record
+        self.generation_defaults = dict(generation or {})
+        self._watch = WeightWatch(engine.builder.weights)
+        self._lock = threading.Lock()
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens a sequence can have, prompt included."""
+        return self.engine.capacity
+
+    @property
+    def batch(self) -> int:
+        """Sequences that run at once; more are queued."""
+        return self.engine.slots
+
+    def generate(
+        self, input_ids: Any = None, attention_mask: Any = None, *, generation_config: Any = None,
+        streamer: Any = None, seed: int | Sequence[int] | None = None, accept: AcceptRule | None = None,
+        inputs: Any = None, tokenizer: Any = None, **settings: Any,
+    ) -> Tensor | Generation:
+        """Generate as transformers' ``generate`` does, several tokens per step.
+
+        Args:
+            input_ids: int64 [batch, tokens] (or [tokens]), left-padded where ``attention_mask`` is 0.
+            attention_mask: the same shape, zeros then ones in every row.
+            generation_config: a transformers GenerationConfig; arguments win over it.
+            streamer: anything with ``put`` and ``end``; one sequence only, as in transformers.
+            seed: of all random streams; sequence i uses ``seed + i``, or give one per sequence. None draws one from
+                torch's global generator.
+            accept: overrides the rule that was given to compile, for this call.
+            inputs: another name of ``input_ids``.
+            tokenizer: for ``stop_strings``; the compiled model's own by default.
+            **settings: transformers' generation settings, and ours (docs/design.md lists them).
+
+        Returns:
+            int64 [sequences, longest], prompts included, or a `Generation` with ``return_dict_in_generate=True``.
+            Without ``max_new_tokens`` or ``max_length`` it goes on until a stop or the compiled ``max_length``.
+
+        Raises:
+            InputError, UnknownNameError, UnsupportedError: before any work is done.
+        """
+        if (input_ids is None) == (inputs is None):
+            raise InputError("input_ids", "both" if inputs is not None else None, "token ids, given once")
+        arguments = read_arguments(
+            input_ids if input_ids is not None else inputs, attention_mask, defaults=self.generation_defaults,
+            generation_config=generation_config, given=settings, seed=seed, accept=accept or self.accept,
+            vocab=self.info.vocab, capacity=self.engine.capacity,
+        )
+        if streamer is not None:
+            check_streamer(streamer)
+            if len(arguments.requests) > 1:
+                raise InputError("streamer", f"{len(arguments.requests)} sequences", "one sequence at a time")
+        tokenizer = tokenizer if tokenizer is not None else self.tokenizer
+        stops = StopStrings(arguments.stop_strings, tokenizer) if arguments.stop_strings else None
+        with self._lock:
+            self._watch.check()
+            out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
+        return out if arguments.returns_dict else out.sequences
+
+    def stream(
+        self, requests: Iterable[tuple[object, Mapping[str, Any]]]
+    ) -> Iterator[tuple[object, list[int]]]:
+        """Serve an iterator of requests on the compiled slots; finished slots are refilled while others run.
+
+        Args:
+            requests: pairs of an id and the arguments that `generate` takes for one sequence.
+
+        Yields:
+            (id, tokens): new tokens as they are decided; an empty list says that the sequence has ended.
+        """
+        with self._lock:
+            self._watch.check()
+            held: dict[int, tuple[object, StopStrings | None, list[int]]] = {}
+
+            def read() -> Iterator[Request]:
+                for number, (name, given) in enumerate(requests):
+                    arguments = self._one(dict(given))
+                    request = arguments.requests[0]
+                    request.key = number
+                    stops = StopStrings(arguments.stop_strings, self.tokenizer) if arguments.stop_strings else None
+                    held[number] = (name, stops, [])
+                    if request.limit > request.ids.shape[0]:
+                        yield request
+                    else:
+                        done.append(number)
+
+            done: list[int] = []
+            scheduler = self._scheduler(())
+            progress = scheduler.run(read(), Stats())
+            try:
+                for item in progress:
+                    for number in done:
+                        yield held.pop(number)[0], []
+                    done.clear()
+                    name, stops, tokens = held[int(str(item.request.key))]
+                    new, finish = _cut(item, stops, tokens)
+                    if finish == "stop" and item.finish is None:
+                        scheduler.cancel(item.request)
+                    yield name, new
+                    if finish is not None:
+                        held.pop(int(str(item.request.key)))
+                        yield name, []
+                for number in done:
+                    yield held.pop(number)[0], []
+            finally:
+                progress.close()
+
+    def inspect(self) -> Inspection:
+        """Return the step graph as text by stage, what each pass changed, and memory by part."""
+        return inspect_engine(self.engine, self.method, self.block, self.accept)
+
+    def warm_up(self, **settings: Any) -> list[str]:
+        """Compile every step that a call with ``settings`` needs; returns what was compiled."""
+        before = len(self.engine.compiles)
+        limit = min(3 + 2 * (self.block + 1), self.engine.capacity)
+        self.generate(torch.zeros(1, 1, dtype=torch.int64), max_length=limit, eos_token_id=None, seed=0, **settings)
+        return self.engine.compiles[before:]
+
+    def _one(self, given: dict[str, Any]) -> Arguments:
+        arguments = read_arguments(
+            given.pop("input_ids"), given.pop("attention_mask", None), defaults=self.generation_defaults,
+            generation_config=given.pop("generation_config", None), seed=given.pop("seed", None),
+            accept=given.pop("accept", None) or self.accept, given=given, vocab=self.info.vocab,
+            capacity=self.engine.capacity,
+        )
+        if len(arguments.requests) != 1:
+            raise InputError("input_ids", f"{len(arguments.requests)} sequences", "one sequence per request")
+        return arguments
+
+    def _scheduler(self, extras: tuple[str, ...]) -> Scheduler:
+        return Scheduler(self.engine, self.block, self.accept, extras)
+
+
+def _cut(item: Progress, stops: StopStrings | None, tokens: list[int]) -> tuple[list[int], str | None]:
+    """Add a step's tokens to ``tokens``; return those that count and how the sequence ended, if it did."""
+    new, finish = list(item.record.tokens), item.finish
+    if stops is not None:
+        keep = stops.find(tokens, new)
+        if keep is not None:
+            new, finish = new[:keep], "stop"
+    tokens.extend(new)
+    return new, finish
+
+
+class _Collector:
+    """Gathers the progress of one call into a `Generation`."""
+
+    def __init__(self, engine: Engine, arguments: Arguments, streamer: Any, stops: StopStrings | None) -> None:
+        self._engine, self._arguments, self._streamer, self._stops = engine, arguments, streamer, stops
+        count = len(arguments.requests)
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._reasons: list[FinishReason] = ["length"] * count
+        self._rows: dict[str, list[list[Tensor]]] = {e: [[] for _ in range(count)] for e in arguments.extras}
+
+    def run(self, scheduler: Scheduler) -> Generation:
+        stats = Stats()
+        if self._streamer is not None:
+            self._streamer.put(self._arguments.prompts.cpu())
+        wanted = [r for r in self._arguments.requests if r.limit > r.ids.shape[0]]
+        for item in scheduler.run(wanted, stats):
+            index = int(str(item.request.key))
+            new, finish = _cut(item, self._stops, self._tokens[index])
+            if len(new) < len(item.record.tokens):
+                stats.forget(item.record, len(new))
+            for extra, rows in self._rows.items():
+                made = self._engine.outputs[extra][item.slot, : len(new)]
+                rows[index].extend(made.clone().unbind(0))
+            if self._streamer is not None and new:
+                self._streamer.put(torch.tensor(new))
+            if finish == "stop":
+                self._reasons[index] = "stop"
+                if item.finish is None:
+                    scheduler.cancel(item.request)
+        if self._streamer is not None:
+            self._streamer.end()
+        return Generation(
+            self._sequences(), tuple(self._reasons), stats.finish(),
+            **{name: self._stack(extra) for extra, name in _EXTRA_NAMES.items()},
+        )
+
+    def _sequences(self) -> Tensor:
+        prompts = self._arguments.prompts
+        longest = max((len(t) for t in self._tokens), default=0)
+        new = torch.full((len(self._tokens), longest), self._arguments.pad, dtype=torch.int64)
+        for row, tokens in zip(new, self._tokens, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        return torch.cat([prompts.to(torch.int64), new.to(prompts.device)], dim=1)
+
+    def _stack(self, extra: str) -> tuple[Tensor, ...] | None:
+        """Return a tensor [sequences, width] per emitted position; ended sequences have zeros."""
+        if extra not in self._rows:
+            return None
+        rows = self._rows[extra]
+        longest = max(len(r) for r in rows)
+        width = next((r[0] for r in rows if r), None)
+        if width is None:
+            return ()
+        blank = torch.zeros_like(width)
+        return tuple(torch.stack([r[i] if i < len(r) else blank for r in rows]) for i in range(longest))
+
+
+_EXTRA_NAMES = {"logits": "logits", "scores": "scores", "hidden": "hidden_states"}
