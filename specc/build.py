@@ -21,6 +21,7 @@ from specc.graph import Input, Kind, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.paths import layer_paths, path_of
 from specc.passes import STEP_PIPELINE, rows_pipeline
+from specc.passes.functionalize import functionalize
 from specc.pipeline import PassReport, run_passes
 from specc.step import (
     Parts,
@@ -166,7 +167,9 @@ class StepBuilder:
         relevant = _relevant(stage, key)
         if (stage, relevant) not in self._stages:
             function = self._function(stage, relevant)
-            self._stages[stage, relevant] = self._tracer.trace(stage, function, self._inputs(stage, relevant))
+            traced = self._tracer.trace(stage, function, self._inputs(stage, relevant))
+            # An MTP drafter runs a layer of the target's family as transformers wrote it, in-place operators included.
+            self._stages[stage, relevant] = functionalize.run(traced).sync()
         return self._stages[stage, relevant]
 
     def _function(self, stage: Stage, key: StepKey) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:

@@ -104,8 +104,7 @@ def load_decoder_layer(
     """
     from transformers import AutoModelForCausalLM
 
-    is_sparse = any(".experts." in name for name in tensors)
-    configuration = _one_layer(config, is_sparse=is_sparse)
+    configuration = _one_layer(config, is_sparse=any(".experts." in name for name in tensors))
     try:
         with torch.device("meta"):
             skeleton: Any = AutoModelForCausalLM.from_config(configuration, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -132,8 +131,6 @@ def load_decoder_layer(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    if is_sparse:
-        model.set_experts_implementation("grouped_mm")  # the one without branches on values
     model.eval().requires_grad_(False)
     found = {
         kind: tuple(sorted(name.removeprefix(_LAYER) for name in report[f"{kind}_keys"]))
