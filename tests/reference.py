@@ -93,9 +93,9 @@ def process(
     if forced and len(history) == max_length - 1:
         scores[:] = -math.inf
         scores[forced] = 0.0
-    scores[list(get("suppress_tokens", []))] = -math.inf
+    scores[[token for token in get("suppress_tokens", []) if token < len(scores)]] = -math.inf
     if not generated:
-        scores[list(get("begin_suppress_tokens", []))] = -math.inf
+        scores[[token for token in get("begin_suppress_tokens", []) if token < len(scores)]] = -math.inf
     return _warp(scores, get) if do_sample and get("temperature", 1.0) > 0 else scores
 
 
@@ -137,9 +137,9 @@ class Generation:
 
 
 def generate(
-    target: Model, prompt: Sequence[int], max_new_tokens: int, *, drafter: Drafter | None = None, block: int = 0,
-    rule: str = "ratio", seed: int = 0, settings: Mapping[str, Any] | None = None, eos: Sequence[int] = (),
-    do_sample: bool = False,
+    target: Model, prompt: Sequence[int], max_new_tokens: int, *, drafter: Drafter | None = None,
+    block: int = 0, rule: str = "ratio", seed: int = 0, settings: Mapping[str, Any] | None = None,
+    eos: Sequence[int] = (), do_sample: bool = False,
 ) -> Generation:  # fmt: skip
     """Generate with draft, verify, accept written out; block 0 is plain decoding.
 

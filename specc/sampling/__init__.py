@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from specc.errors import InvariantError, UnknownNameError
+from specc.errors import InputError, InvariantError, UnknownNameError
 from specc.sampling.bad_words_ids import BadWordsIds
 from specc.sampling.begin_suppress_tokens import BeginSuppressTokens
 from specc.sampling.epsilon_cutoff import EpsilonCutoff
@@ -113,6 +113,7 @@ def bind_all(
     for name in settings:
         get(name)
     bound = {warper: warper.bind(settings.get(warper.name), vocab, tuple(eos)) for warper in WARPERS}
+    _check_forced(settings, bound)
     hot = do_sample and bound[_BY_NAME["temperature"]] is not None
     values: dict[str, Tensor] = {}
     families: list[str] = []
@@ -122,6 +123,17 @@ def bind_all(
         families.append(family_key(warper, tuple(next(iter(columns.values())).shape)))
         values.update(columns)
     return values, tuple(families)
+
+
+def _check_forced(
+    settings: Mapping[str, object], bound: Mapping[Warper, Mapping[str, Tensor] | None]
+) -> None:
+    """Refuse to force only ids that are suppressed, as transformers does: nothing would be left to emit."""
+    name = "forced_eos_token_id"
+    listed = {warper.name: set(columns[warper.name].tolist()) - {-1} for warper, columns in bound.items()
+              if columns is not None and warper.name in (name, "suppress_tokens")}  # fmt: skip
+    if name in listed and listed[name] <= listed.get("suppress_tokens", set()):
+        raise InputError(name, settings[name], "at least one id that suppress_tokens leaves")
 
 
 def fit(values: Mapping[str, Tensor], families: Iterable[str]) -> dict[str, Tensor]:

@@ -56,7 +56,9 @@ def test_equals_the_reference(rule, candidates):
 
         def drafter(history):
             row = DRAFTER[history[-1]]
-            return row if candidates is None else torch.where(row >= row.topk(candidates).values[-1], row, NEVER)
+            return (
+                row if candidates is None else torch.where(row >= row.topk(candidates).values[-1], row, NEVER)
+            )
 
         def one_step(history):
             return TARGET[history[-1]]

@@ -129,7 +129,9 @@ def test_ratio_keeps_it_with_cut_tails(kind, block):
     assert p_value(run(kind, block, CUT), CUT) > LIMIT
 
 
-@pytest.mark.parametrize("settings", [PLAIN, CUT, {"typical_p": 0.8}, {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [PLAIN, CUT, {"typical_p": 0.8}, {"epsilon_cutoff": 0.1}, {"eta_cutoff": 0.1}]
+)
 def test_plain_and_coupled_draw_from_the_target(settings):
     assert p_value(run("dense", 0, settings), settings) > LIMIT
     assert p_value(run("dense", 0, settings, "coupled"), settings) > LIMIT
@@ -180,7 +182,9 @@ class TestPlantedFaults:
         assert p_value(run("point", block, PLAIN, draft_fault=_softmax_of_an_argmax), PLAIN) < LIMIT
 
     def test_bonus_of_the_drafter(self, block):
-        block = min(block, 2)  # after three accepted drafts the bonus is the fourth token, which is not counted
+        block = min(
+            block, 2
+        )  # after three accepted drafts the bonus is the fourth token, which is not counted
         assert p_value(run("dense", block, PLAIN, logits_fault=_bonus_of_the_drafter), PLAIN) < LIMIT
 
     def test_no_residual(self, block, monkeypatch):

@@ -1,4 +1,4 @@
-"""Drawing drafts: what each kind of slot draws, candidates, broken rows, and what a greedy build leaves out."""
+"""Drawing drafts: each kind of slot, candidates, broken rows, and what a greedy build leaves out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def test_each_slot_draws_by_its_own_rule(rule):
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("per_slot", [False, True])
 def test_candidates_are_named_by_target_ids(rule, per_slot):
-    ids = torch.tensor([9, 2, 5]) if not per_slot else torch.tensor([[9, 2, 5], [0, 1, 2], [10, 3, 4], [8, 7, 6]])
+    ids = (
+        torch.tensor([9, 2, 5])
+        if not per_slot
+        else torch.tensor([[9, 2, 5], [0, 1, 2], [10, 3, 4], [8, 7, 6]])
+    )
     full = torch.full((4, VOCAB), NEVER)
     full.scatter_(1, ids.expand(4, 3), _logits()[:, :3])
     sparse, dense = Drawer(VOCAB, HEAT, SEED, LENGTH, rule), Drawer(VOCAB, HEAT, SEED, LENGTH, rule)

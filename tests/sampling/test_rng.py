@@ -45,7 +45,9 @@ def test_uniform_is_keyed_by_seed_position_and_stream():
     for stream in Stream:
         got = uniform(SEEDS, position, stream)
         assert got.dtype == torch.float64
-        assert got.tolist() == [[reference.uniform(seed, p, stream) for p in (0, 1, 5)] for seed in SEEDS.tolist()]
+        assert got.tolist() == [
+            [reference.uniform(seed, p, stream) for p in (0, 1, 5)] for seed in SEEDS.tolist()
+        ]
     assert len({float(uniform(SEEDS, position[:, 0], stream)[1]) for stream in Stream}) == len(Stream)
 
 
