@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 
 from specc.errors import ArtifactError, InputError, UnsupportedError
-from specc.models.reading import load_tokenizer, quiet, read_gguf
+from specc.models.reading import load_gguf_tokenizer, quiet, read_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Write a transformers model folder: bf16 weights (tied ones once), tokenizer, defaults."""
     module, _ = read_gguf(gguf, torch.bfloat16)
     model: Any = module
-    tokenizer = load_tokenizer(gguf)
+    tokenizer = load_gguf_tokenizer(gguf, model.config)
     tokenizer.model_max_length = model.config.max_position_embeddings  # the file does not say
     with quiet():
         model.save_pretrained(folder)

@@ -25,7 +25,7 @@ from specc.models.default import BUILT_IN, ensure_default_model
 from specc.models.files import WeightFiles, find_weights
 from specc.models.generation import generation_defaults
 from specc.models.info import ends_mismatch, model_info, plain_config
-from specc.models.reading import load_tokenizer, read_config, read_folder, read_gguf
+from specc.models.reading import load_gguf_tokenizer, load_tokenizer, read_config, read_folder, read_gguf
 from specc.models.refusals import config_reasons, model_name, reasons_untraceable
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def _load_gguf(
     dtype = dtype or default_dtype(torch.bfloat16, device)
     module, unused = read_gguf(path, dtype)
     module.to(device)
-    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
+    tokenizer = tokenizer if tokenizer is not None else load_gguf_tokenizer(path, module.config)
     return _checked(module, model_info(module, tokenizer, name), tokenizer, path, unused)
 
 

@@ -137,6 +137,20 @@ def quiet() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
+def load_gguf_tokenizer(path: Path, config: Any) -> Any:
+    """Return the tokenizer in a .gguf file; ``config`` is the configuration read from the same file.
+
+    transformers before 5.24 leaves the tokenizer's end and pad tokens at a class default, while the
+    configuration has the ids that the file names.
+    """
+    tokenizer = load_tokenizer(path)
+    for kind in ("bos", "eos", "pad"):
+        known = getattr(config, f"{kind}_token_id", None)
+        if isinstance(known, int) and getattr(tokenizer, f"{kind}_token_id") != known:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(known))
+    return tokenizer
+
+
 def load_tokenizer(path: Path) -> Any:
     """Return the tokenizer in a model folder or .gguf file, or None where a folder has none."""
     from transformers import AutoTokenizer

@@ -52,9 +52,9 @@ def written(tmp_path_factory):
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("gpt2")
     special = ["<pad>", "<eos>", "<bos>", "<|endoftext|>"]
-    writer.add_token_list([*special, *(f"w{index}" for index in range(4, VOCAB - 3)), "a", "b", "ab"])
+    writer.add_token_list([*special, *(f"w{index}" for index in range(4, VOCAB - 4)), "a", "b", "ab", "ba"])
     writer.add_token_types([3 if index < 4 else 1 for index in range(VOCAB)])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "b a"])
     for add, value in (
         (writer.add_bos_token_id, BOS),
         (writer.add_eos_token_id, EOS),
@@ -81,6 +81,7 @@ def test_loads_as_the_model_it_was_written_from(written, capfd):
     assert loaded.info.name == "tiny"
     assert loaded.info.tokenizer_vocab == VOCAB
     assert loaded.tokenizer.convert_ids_to_tokens(20) == "w20"
+    assert (loaded.tokenizer.bos_token_id, loaded.tokenizer.eos_token_id) == (BOS, EOS)
     assert loaded.generation["eos_token_id"] == EOS
     assert loaded.path == path
     assert "it/s" not in capfd.readouterr().err
