@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from specc.contracts import DrafterInfo, Method, ModelInfo, Stage, TensorSpec
+from specc.contracts import DrafterBundle, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
 from specc.graph import Input, Kind, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.paths import layer_paths, path_of
@@ -67,6 +67,15 @@ class Drafter:
     info: DrafterInfo
     module: nn.Module
     traced: TracedModel | None = None
+
+
+def make_drafter(bundle: DrafterBundle) -> Drafter:
+    """Return a drafter to build with; a causal LM is traced over rows like a target."""
+    if bundle.info.method != "draft_model":
+        return Drafter(bundle.info, bundle.module)
+    traced = trace_model(bundle.module, "drafter")
+    graph, _ = run_passes(traced.graph, rows_pipeline((), (), bundle.info.hidden))
+    return Drafter(bundle.info, bundle.module, replace(traced, graph=graph))
 
 
 @dataclass

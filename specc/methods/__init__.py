@@ -10,9 +10,12 @@ from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
 from specc.methods.dspark import DSpark
 from specc.methods.eagle3 import Eagle3
+from specc.methods.draft_model import DraftModel
 from specc.methods.mtp import Mtp
+from specc.methods.ngram import Ngram
+from specc.methods.plain import Plain
 
-_ALL: tuple[Method, ...] = (Eagle3(), Mtp(), DFlash(), DSpark(), DFlash2())
+_ALL: tuple[Method, ...] = (Plain(), Ngram(), DraftModel(), Eagle3(), Mtp(), DFlash(), DSpark(), DFlash2())
 METHODS = MappingProxyType({m.name: m for m in _ALL})
 
 

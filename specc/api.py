@@ -1,0 +1,171 @@
+"""The public functions: everything the command line does is one call of these."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc import methods
+from specc.backends import choose
+from specc.build import StepBuilder, make_drafter, make_target
+from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
+from specc.errors import InputError, UnknownNameError, UnsupportedError
+from specc.models.load import LoadedModel, load_target
+from specc.pairing import find_drafter
+from specc.runtime.compiled import Compiled
+from specc.runtime.engine import Engine
+from specc.runtime.generation import Generation
+from specc.runtime.inspection import Inspection
+from specc.step import Shape
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Compiled", "Generation", "Inspection", "compile", "inspect"]
+
+DEFAULT_MAX_LENGTH = 4096  # design.md 4: the model's limit, but no more than this unless asked
+FEED_ROWS = 64  # prompt rows per filling step; a whole number of them fits every prompt
+MAX_BLOCK = 64  # a longer block never pays: acceptance falls geometrically
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What `compile` was asked for, checked once."""
+
+    block: int | None
+    batch: int
+    max_length: int | None
+    accept: AcceptRule
+    backend: str
+    disable_passes: tuple[str, ...] = ()
+    dump: Path | None = None
+
+    def __post_init__(self) -> None:
+        _whole("batch", self.batch, 1, 1024)
+        if self.block is not None:
+            _whole("block", self.block, 0, MAX_BLOCK)
+        if self.max_length is not None:
+            _whole("max_length", self.max_length, 2, 1 << 24)
+        if self.accept not in ACCEPT_RULES:
+            raise UnknownNameError("accept rule", self.accept, ACCEPT_RULES)
+
+
+def compile(  # noqa: A001  the public name, as in torch.compile
+    model: nn.Module | str | Path | LoadedModel,
+    drafter: nn.Module | str | Path | DrafterBundle | None = None,
+    *,
+    method: str | Method = "dspark",
+    block: int | str | None = None,
+    batch: int = 1,
+    max_length: int | None = None,
+    accept: AcceptRule = "ratio",
+    exact: str | None = None,
+    weights: str | None = None,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    disable_passes: Sequence[str] = (),
+    dump: Path | str | None = None,
+) -> Compiled:
+    """Compile a target and a drafting method into one step; the result is a drop-in for ``model.generate``.
+
+    Args:
+        model: a transformers causal LM, a folder, a ``.gguf`` file, a hub id, or a built-in name (``smollm2-135m``).
+        drafter: what ``method`` drafts with: a model for ``draft_model``, else a checkpoint folder. None suits
+            ``plain``, ``ngram`` and ``mtp``; for the rest a drafter registered for this target is looked up.
+        method: a name in `specc.methods.METHODS`, or a `Method` of your own.
+        block: draft tokens per step, 0 for plain decoding; None = the method's default.
+        batch: sequences that run at once.
+        max_length: most tokens of a sequence, prompt included; None = the model's limit, at most 4096.
+        accept: "ratio" accepts most; "coupled" gives the sampled text of plain decoding with the same seed.
+        exact: None; "bitwise" is refused for now.
+        weights: None; other weight formats are refused for now.
+        backend: "auto", "inductor" or "eager".
+        device, dtype: None = the model's own.
+        disable_passes: names of passes to leave out, to bisect a fault.
+        dump: a folder for every graph as text.
+
+    Raises:
+        InputError, UnknownNameError, UnsupportedError, ArtifactError: before anything is traced.
+    """
+    if isinstance(block, str):
+        raise UnsupportedError(f"block={block!r}", ["the block cannot adapt at run time yet"], "Give a whole number.")
+    for name, value in (("exact", exact), ("weights", weights)):
+        if value is not None:
+            raise UnsupportedError(f"{name}={value!r}", ["it is not implemented yet"], f"Leave {name} out.")
+    chosen = resolve_method(method)
+    dumped = Path(dump) if dump is not None else None
+    options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped)
+    target = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
+    place = next(target.module.parameters()).device
+    runner, why = choose(backend, place)
+    logger.info("backend %s (%s)", runner.name, why)
+    bundle = find_drafter(chosen, target, drafter)
+    info = bundle.info if bundle is not None else None
+    length = block_length(chosen, options.block, bundle)
+    reasons = chosen.reject(target.info, info, length) if length or chosen.name == "plain" else ()
+    if reasons:
+        raise UnsupportedError(f"method {chosen.name!r} cannot run this pair", reasons)
+    capacity = _capacity(options.max_length, target)
+    builder = StepBuilder(
+        make_target(target.module, target.info), chosen, make_drafter(bundle) if bundle is not None else None,
+        Shape(batch, capacity, target.info.vocab, switch_length(target)), options.disable_passes, options.dump,
+    )
+    engine = Engine(builder, runner, min(FEED_ROWS, capacity))
+    return Compiled(
+        engine, chosen, length, accept, info=target.info, tokenizer=target.tokenizer, generation=target.generation,
+    )
+
+
+def inspect(
+    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *, method: str | Method = "dspark", **options: Any
+) -> Inspection:
+    """Describe the step that `compile` would make; nothing is compiled. Takes `compile`'s arguments."""
+    options.setdefault("backend", "eager")
+    return compile(model, drafter, method=method, **options).inspect()
+
+
+def resolve_method(method: str | Method) -> Method:
+    """Return the method that a name stands for, or the given one if it keeps the protocol."""
+    if isinstance(method, str):
+        return methods.get(method)
+    if not isinstance(method, Method):
+        raise InputError("method", type(method).__name__, "a method's name or an object with contracts.Method's members")
+    return method
+
+
+def block_length(method: Method, block: int | None, bundle: DrafterBundle | None) -> int:
+    """Return the block to use: the one asked for, else what the drafter was made for, else the default."""
+    if block is not None:
+        return block
+    made = method.blocks(bundle.info if bundle is not None else None)
+    return method.default_block if made is None else made
+
+
+def switch_length(target: LoadedModel) -> int | None:
+    """Return the length beyond which a longrope model uses other frequencies at every position, if it has one."""
+    rope: Mapping[str, Any] = target.info.config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope["original_max_position_embeddings"])
+
+
+def _capacity(max_length: int | None, target: LoadedModel) -> int:
+    limit = target.info.max_position
+    if max_length is None:
+        chosen = min(limit, DEFAULT_MAX_LENGTH)
+        logger.info("max_length %d (the model's limit is %d)", chosen, limit)
+        return chosen
+    if max_length > limit:
+        raise InputError("max_length", max_length, f"at most {limit}, the positions this model has")
+    return max_length
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(name, value, f"a whole number from {least} to {most}")

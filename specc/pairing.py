@@ -1,0 +1,83 @@
+"""Find and load the drafter for a target and a method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specc.checkpoints import read_drafter
+from specc.contracts import DrafterBundle, DrafterInfo, Method
+from specc.errors import InputError, UnsupportedError
+from specc.models.generation import tokenizer_difference
+from specc.models.load import LoadedModel, load_drafter_model
+
+SHIPPED = Path(__file__).resolve().parent / "shipped"  # shipped/<target>/<method>: drafters that come with specc
+
+
+def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBundle | None:
+    """Return the drafter that ``method`` needs for ``target``, on its device, or None if it needs none.
+
+    Args:
+        drafter: what the caller gave: a module, a path, a bundle, or None.
+
+    Raises:
+        InputError: one was given that the method cannot take, or none where one is needed.
+        UnsupportedError: the pair does not fit, with the reasons.
+        ArtifactError: the files are wrong.
+    """
+    if isinstance(drafter, DrafterBundle):
+        return drafter
+    if method.name == "draft_model":
+        return _draft_model(target, drafter)
+    if drafter is None and method.name == "mtp" and target.path is not None:
+        drafter = target.path
+    if drafter is None and method.needs_drafter:
+        drafter = _shipped(method, target)
+    if drafter is None:
+        return None
+    if not method.needs_drafter and method.name != "mtp":
+        raise InputError("drafter", str(drafter), f"none: method {method.name!r} drafts without one")
+    if isinstance(drafter, nn.Module):
+        raise InputError("drafter", type(drafter).__name__, f"a checkpoint folder for method {method.name!r}")
+    bundle = read_drafter(drafter, target.info, method.name)
+    weight = next(target.module.parameters())
+    bundle.module.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(requires_grad=False)
+    return bundle
+
+
+def _shipped(method: Method, target: LoadedModel) -> Path:
+    folder = SHIPPED / target.info.name / method.name
+    if folder.is_dir():
+        return folder
+    raise InputError(
+        "drafter", None,
+        f"method {method.name!r} needs a drafter for {target.info.name!r}, and none comes with specc: "
+        f"give a checkpoint folder, or train one with `specc train MODEL --method {method.name}`",
+    )
+
+
+def _draft_model(target: LoadedModel, drafter: Any) -> DrafterBundle:
+    if drafter is None:
+        raise InputError("drafter", None, "method 'draft_model' needs a smaller causal LM with the target's tokenizer")
+    loaded = drafter if isinstance(drafter, LoadedModel) else load_drafter_model(drafter, target=target)
+    if target.tokenizer is not None and loaded.tokenizer is not None:
+        difference = tokenizer_difference(target.tokenizer, loaded.tokenizer)
+        if difference is not None:
+            raise UnsupportedError(
+                "method 'draft_model' cannot run this pair", [f"the tokenizers differ: {difference}"],
+                "Choose a drafter with the target's own tokenizer.",
+            )
+    places = [next(m.parameters()).device for m in (target.module, loaded.module)]
+    if places[0] != places[1]:
+        raise UnsupportedError(
+            "method 'draft_model' cannot run this pair", [f"the target is on {places[0]}, the drafter on {places[1]}"]
+        )
+    info = DrafterInfo(
+        name=loaded.info.name, method="draft_model", layout="transformers", hidden=loaded.info.hidden,
+        target_hidden=None, vocab=loaded.info.vocab, target_vocab=loaded.info.vocab, taps=(),
+        max_position=loaded.info.max_position, block=None, config=loaded.info,
+    )
+    return DrafterBundle(info, loaded.module)
