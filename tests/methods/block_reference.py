@@ -90,19 +90,19 @@ def naive_forward(
         s = _norm(hidden, layer.input_layernorm)
         before = s
         if config.convolution is not None:
-            s = _convolve(layer.attention_conv, s, before, 0)
+            s = convolve(layer.attention_conv, s, before, 0)
         output = _attention(drafter, index, s, context, anchor, window) @ layer.o_proj.weight.T
         hidden = hidden + (
-            _convolve(layer.attention_conv, output, before, 1) if config.convolution else output
+            convolve(layer.attention_conv, output, before, 1) if config.convolution else output
         )
         s = before = _norm(hidden, layer.post_attention_layernorm)
         if config.convolution is not None:
-            s = _convolve(layer.mlp_conv, s, before, 0)
+            s = convolve(layer.mlp_conv, s, before, 0)
         mlp = layer.mlp
         output = (
             nn.functional.silu(s @ mlp.gate_proj.weight.T) * (s @ mlp.up_proj.weight.T)
         ) @ mlp.down_proj.weight.T
-        hidden = hidden + (_convolve(layer.mlp_conv, output, before, 1) if config.convolution else output)
+        hidden = hidden + (convolve(layer.mlp_conv, output, before, 1) if config.convolution else output)
     return _norm(hidden, drafter.norm)
 
 
@@ -141,7 +141,8 @@ def _attention(
     return out.flatten(1)
 
 
-def _convolve(convolution: Any, x: Tensor, predicted_from: Tensor, side: int) -> Tensor:
+def convolve(convolution: Any, x: Tensor, predicted_from: Tensor, side: int) -> Tensor:
+    """Mix the rows [rows, hidden] of one block, one row and one tap at a time."""
     taps, group = convolution.taps, convolution.group
     dynamic = (predicted_from @ convolution.kernel_projection.weight.T).view(len(x), 2, taps, -1)
     out = torch.zeros_like(x)

@@ -13,7 +13,7 @@ from specc.drafters.convolution import ConvolutionConfig, GroupedConvolution
 from specc.drafters.selector import SelectorConfig
 from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
-from tests.methods.block_reference import block_config, random_drafter
+from tests.methods.block_reference import block_config, convolve, random_drafter
 from tests.methods.harness import Driver, GreedyDraw, Text
 from tests.tiny import VOCAB, tiny_model
 
@@ -101,6 +101,7 @@ def test_convolution_stays_inside_its_block() -> None:
     for block in range(2):
         alone = convolution(x[block], kernels[block], 1)
         assert torch.equal(mixed[block], alone)
+        torch.testing.assert_close(alone, convolve(convolution, x[block], x[block], 1), atol=1e-5, rtol=0)
     first = convolution.base_kernel[1, 0] + kernels[:, 0, 1, 0].repeat_interleave(4, dim=-1)
     torch.testing.assert_close(mixed[:, 0], first * x[:, 0])
     late = x.clone()
