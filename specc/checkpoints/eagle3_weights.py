@@ -115,6 +115,7 @@ def bundle(
     taps: tuple[int, ...],
     block: int | None,
     notes: tuple[str, ...],
+    target: ModelInfo,
 ) -> DrafterBundle:
     """Return the drafter with its facts; refuses tensors nobody read."""
     info = DrafterInfo(
@@ -133,4 +134,10 @@ def bundle(
     shared = [name for name, own in (("embedding", config.own_embed), ("head", config.own_head)) if not own]
     if shared:
         notes = (*notes, f"the target's {' and '.join(shared)} used: the checkpoint has none")
+    limit = config.max_position
+    if limit is not None and limit < target.max_position:
+        notes = (
+            *notes,
+            f"made for {limit} positions of the target's {target.max_position}; nothing is drafted past {limit}",
+        )
     return DrafterBundle(info, drafter, unused=folder.finish(), notes=notes)

@@ -77,7 +77,7 @@ def read_flat(folder: Folder, target: ModelInfo, layout: str, has_norm_flags: bo
     fields.raw("tie_word_embeddings", None)
     fields.finish()
     config, drafter = load_eagle3(folder, config, taps_key, _rename(folder.names), target)
-    return bundle(folder, layout, config, drafter, taps, None, notes)
+    return bundle(folder, layout, config, drafter, taps, None, notes, target)
 
 
 def _norm_output(fields: Fields) -> tuple[str, ...]:

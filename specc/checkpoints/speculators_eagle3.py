@@ -60,4 +60,4 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     check_norms(fields, config)
     fields.finish()
     config, drafter = load_eagle3(folder, config, _TAPS, {}, target)
-    return bundle(folder, name, config, drafter, taps, block, notes)
+    return bundle(folder, name, config, drafter, taps, block, notes, target)

@@ -179,6 +179,15 @@ def test_tap_after_the_last_layer_is_noted(tmp_path: Path) -> None:
     assert any("final norm" in note for note in found.notes)
 
 
+def test_positions_that_end_early_are_noted(tmp_path: Path) -> None:
+    folder = changed(
+        tmp_path, "good-eagle3-specforge", lambda config, tensors: config.update(max_position_embeddings=64)
+    )
+    found = read_drafter(folder, info_of("targets/llama"))
+    assert found.info.max_position == 64
+    assert any("nothing is drafted past 64" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("where", ["type", "tensor"])
 def test_p_eagle_is_refused_by_its_name(tmp_path: Path, where: str) -> None:
     def edit(config: dict[str, Any], tensors: dict[str, Any]) -> None:
