@@ -138,6 +138,6 @@ def bundle(
     if limit is not None and limit < target.max_position:
         notes = (
             *notes,
-            f"made for {limit} positions of the target's {target.max_position}; nothing is drafted past {limit}",
+            f"for {limit} of the target's {target.max_position} positions; nothing is drafted past {limit}",
         )
     return DrafterBundle(info, drafter, unused=folder.finish(), notes=notes)
