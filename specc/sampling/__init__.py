@@ -34,6 +34,11 @@ from specc.sampling.top_p import TopP
 from specc.sampling.typical_p import TypicalP
 from specc.sampling.warper import Column, SamplingContext, Warper, family_bucket, family_key
 
+__all__ = [
+    "WARPERS", "Column", "SamplingContext", "Warper", "bind_all", "fit", "get", "is_sampled", "join", "neutral",
+    "process", "settings_columns", "split",
+]  # fmt: skip
+
 # The order of transformers 5.24; logit_bias and the two penalties that it lacks stand by their likes.
 # A user's own processors come before temperature.
 WARPERS: tuple[Warper, ...] = (

@@ -37,7 +37,7 @@ class _Verdict:
     match: Tensor  # bool [slots, block] draft i passes its own test
     choice: Tensor  # int64 [slots, block + 1] the token of greedy and coupled slots
     exact: Tensor | None  # bool [slots] the slot is greedy or coupled; None = all are
-    lse: Tensor | None  # float32 [slots, block + 1] log-sum-exp of the rows, where the ratio test needs it
+    probs: Tensor | None  # float32 [slots, block + 1, vocab] p of the rows, where the ratio test needs it
     sound: Tensor  # bool [slots, block + 1] the row has a distribution
 
 
@@ -73,15 +73,12 @@ def accept(
     kept = (verdict.match & verdict.sound[:, :-1] & (tokens >= 0)).long().cumprod(1)
     count, drafted = kept.sum(1), there.sum(1)
     last = verdict.choice.gather(1, count[:, None])[:, 0]
-    row = logits.gather(1, count[:, None, None].expand(-1, 1, logits.shape[2]))[:, 0]
-    if verdict.lse is not None and seed is not None and length is not None:
-        probs = torch.exp(row - verdict.lse.gather(1, count[:, None]))
-        weights = _residual(probs, draft, count, drafted)
+    if verdict.probs is not None and seed is not None and length is not None:
+        weights = _residual(_row(verdict.probs, count), draft, count, drafted)
         drawn = inverse_cdf(weights, uniform(seed, length + count, Stream.FINAL))
         last = drawn if verdict.exact is None else torch.where(verdict.exact, last, drawn)
     sound = verdict.sound.gather(1, count[:, None])[:, 0] & (last >= 0)
-    if raw is not None:
-        row = raw.gather(1, count[:, None, None].expand(-1, 1, raw.shape[2]))[:, 0]
+    row = _row(logits if raw is None else raw, count)
     fallback = torch.where(row.isnan(), float("-inf"), row).argmax(1)
     last = torch.where(sound, last, fallback)
 
@@ -90,6 +87,11 @@ def accept(
     emitted = torch.where(index == count[:, None], last[:, None], -1)
     emitted = torch.where(index < count[:, None], padded, emitted)
     return Accepted(count, emitted, drafted, ~sound)
+
+
+def _row(rows: Tensor, index: Tensor) -> Tensor:
+    """Return row ``index`` [slots] of each slot, [slots, vocab]."""
+    return rows.gather(1, index[:, None, None].expand(-1, 1, rows.shape[2]))[:, 0]
 
 
 def _exact(scores: Tensor, tokens: Tensor) -> _Verdict:
@@ -110,16 +112,15 @@ def _sampled(
         return _exact(coupled_scores(logits, seed, position, ~greedy), tokens)
     scores = coupled_scores(logits, seed, position, ~greedy & rule) if isinstance(rule, Tensor) else logits
     equal = _exact(scores, tokens)
-    lse = logits.logsumexp(-1)
+    probs = logits.softmax(-1)
     match, choice = equal.match, equal.choice
     if draft is not None and tokens.shape[1]:
-        safe = tokens.clamp(min=0)
-        target = torch.exp(logits[:, :-1].gather(2, safe[..., None])[..., 0] - lse[:, :-1])
+        target = probs[:, :-1].gather(2, tokens.clamp(min=0)[..., None])[..., 0]
         coin = uniform(seed, position[:, :-1], Stream.COIN)
         bar = coin if draft.drawn is None else coin * draft.drawn.double()  # a point mass has q(x) = 1
         match = torch.where(exact[:, None], match, bar < target.double())
-    sound = torch.where(exact[:, None], equal.sound, lse.isfinite())
-    return _Verdict(match, choice, exact, lse, sound)
+    sound = torch.where(exact[:, None], equal.sound, probs[..., 0].isfinite())  # a broken row is NaN all over
+    return _Verdict(match, choice, exact, probs, sound)
 
 
 def _residual(probs: Tensor, draft: Draft | None, count: Tensor, drafted: Tensor) -> Tensor:

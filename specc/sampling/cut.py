@@ -69,13 +69,18 @@ def typical_cut(shift: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
 # --- on the host ---------------------------------------------------------------------------------------
 
 
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of ``index``, without a copy where these are all."""
+    return rows if len(index) == len(rows) else rows[index]
+
+
 def _kth_host(scores: Tensor, k: Tensor) -> Tensor:
     k = k.clamp(max=scores.shape[1])
     out = torch.full_like(scores[:, 0], _NEVER)
     for rows, limit in ((k <= _BEST, _BEST), (k > _BEST, int(k.max()))):
         index = (rows & (k > 0)).nonzero()[:, 0]
         if len(index):
-            best = scores[index].topk(min(limit, scores.shape[1]), dim=1).values
+            best = _take(scores, index).topk(min(limit, scores.shape[1]), dim=1).values
             out[index] = best.gather(1, k[index, None] - 1)[:, 0]
     return out
 
@@ -86,30 +91,30 @@ def _nucleus_host(scores: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     index = (mass < 1).nonzero()[:, 0]
     if not len(index):
         return threshold, first
-    rows, want = scores[index], mass[index]
-    best = rows.topk(min(_BEST, rows.shape[1]), dim=1).values
-    weight = (best - rows.logsumexp(1, keepdim=True)).double().exp()
+    rows, want = _take(scores, index), mass[index]
+    best, ids = rows.topk(min(_BEST, rows.shape[1]), dim=1)
+    weight = rows.softmax(1).gather(1, ids).double()
     running = weight.cumsum(1)
     place = (running < want[:, None]).sum(1)
     decided = place < best.shape[1]
     place = place.clamp(max=best.shape[1] - 1)[:, None]
-    edge = best.gather(1, place)
+    edge, one = best.gather(1, place), weight.gather(1, place)[:, 0]
     above = torch.where(best > edge, weight, 0.0).sum(1)
-    one = weight.gather(1, place)[:, 0]
     steps = (want - above) / one  # how many ids of the edge's score are needed
     decided &= ((steps - steps.round()).abs() * one > _ROUNDING) & edge[:, 0].isfinite()
+    if best.shape[1] < rows.shape[1]:
+        decided &= best[:, -1] < edge[:, 0]  # else more ids of that score may lie beyond the best
     threshold[index] = edge[:, 0]
-    ties = (rows == edge).sum(1)
+    ties = best == edge
     needed = torch.where(decided, steps, 1.0).ceil().long().clamp(min=1)
-    for row in (decided & (ties > needed)).nonzero()[:, 0].tolist():
-        equal = (rows[row] == edge[row]).nonzero()[:, 0]
-        first[index[row]] = equal[len(equal) - int(needed[row])]
+    for row in (decided & (ties.sum(1) > needed)).nonzero()[:, 0].tolist():
+        first[index[row]] = ids[row][ties[row]].sort(descending=True).values[needed[row] - 1]
     for row in (~decided).nonzero()[:, 0].tolist():
-        ordered, ids = rows[row].sort(stable=True)
+        ordered, order = rows[row].sort(stable=True)
         removed = ordered.softmax(0).cumsum(0) <= (1 - want[row]).float()
         removed[-1] = False
         count = int(removed.sum())
-        threshold[index[row]], first[index[row]] = ordered[count], ids[count]
+        threshold[index[row]], first[index[row]] = ordered[count], order[count]
     return threshold, first
 
 
@@ -118,10 +123,10 @@ def _typical_host(shift: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
     index = (mass < 1).nonzero()[:, 0]
     if not len(index):
         return out
-    rows, want = shift[index], mass[index]
+    rows, want = _take(shift, index), mass[index]
     best, ids = rows.topk(min(_BEST, rows.shape[1]), dim=1, largest=False)
-    logits = scores[index]
-    running = (logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)).double().exp().cumsum(1)
+    logits = _take(scores, index)
+    running = logits.softmax(1).gather(1, ids).double().cumsum(1)
     place = (running < want[:, None]).sum(1).clamp(max=best.shape[1] - 1)[:, None]
     near = ((running - want[:, None]).abs() <= _ROUNDING).any(1)
     out[index] = best.gather(1, place)[:, 0]

@@ -15,15 +15,8 @@ from specc.contracts import AcceptRule, Draft, Proposal
 from specc.errors import InvariantError
 from specc.sampling.rng import Stream, gumbel, gumbel_all, uniform
 
+_CHUNK = 256  # about the square root of a vocabulary
 _NO_ID = torch.iinfo(torch.int64).max
-
-
-def probabilities(logits: Tensor) -> Tensor:
-    """Return softmax(logits) over the last dimension, by the very formula that `accept` uses for p.
-
-    Equal logits must give bit-equal p and q, or a drafter that is the target would sometimes be refused.
-    """
-    return torch.exp(logits - logits.logsumexp(-1, keepdim=True))
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -36,14 +29,32 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         int64 [slots]: an index of positive weight, or -1 where there is none.
     """
-    cumulative = weights.double().cumsum(-1)
+    count = weights.shape[-1]
+    if count <= 2 * _CHUNK:
+        double = weights.double()
+        return _passed(double, uniform * double.sum(-1))
+    # Two short running sums, over chunks and inside one, instead of a long one.
+    chunks = torch.nn.functional.pad(weights, (0, -count % _CHUNK)).reshape(weights.shape[0], -1, _CHUNK)
+    sums = chunks.sum(-1, dtype=torch.float64)
+    bar = uniform * sums.sum(-1)
+    chunk = _passed(sums, bar)
+    safe = chunk.clamp(min=0)[:, None]
+    before = (sums.cumsum(-1) - sums).gather(-1, safe)[:, 0]
+    inside = _passed(chunks.gather(1, safe[..., None].expand(-1, 1, _CHUNK))[:, 0].double(), bar - before)
+    return torch.where(chunk >= 0, safe[:, 0] * _CHUNK + inside, -1)
+
+
+def _passed(weights: Tensor, bar: Tensor) -> Tensor:
+    """Return the first index of positive weight whose running sum exceeds ``bar`` [slots].
+
+    Rounding may leave the whole sum below the bar; then it is the last one of positive weight, or -1.
+    """
     possible = weights > 0
     index = torch.arange(weights.shape[-1], device=weights.device)
-    # A parallel running sum may rise where the weight is 0, hence the second condition.
-    passed = (cumulative > (uniform * cumulative[..., -1])[..., None]) & possible
-    first = torch.where(passed, index, weights.shape[-1]).amin(-1)
-    last = torch.where(possible, index, -1).amax(-1)
-    return torch.minimum(first, last)
+    # A parallel running sum may rise where the weight is 0, hence the condition beside it.
+    over = (weights.cumsum(-1) > bar[..., None]) & possible
+    first = torch.where(over, index, weights.shape[-1]).amin(-1)
+    return torch.minimum(first, torch.where(possible, index, -1).amax(-1))
 
 
 def best_id(scores: Tensor, ids: Tensor | None) -> Tensor:
@@ -103,7 +114,7 @@ class Drawer:
         rule = self._rule
         if isinstance(rule, str) and rule == "coupled":
             return best_id(coupled_scores(scaled, seed, at, ~greedy, ids), ids)
-        probs = probabilities(scaled)
+        probs = scaled.softmax(-1)  # as `accept` takes p: equal logits give bit-equal p and q
         place = inverse_cdf(probs, uniform(seed, at, Stream.DRAFT))
         safe = place.clamp(min=0)[:, None]
         self._probs.append(probs)

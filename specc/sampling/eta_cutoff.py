@@ -31,7 +31,7 @@ class EtaCutoff:
 
     def apply(self, logits: Tensor, context: SamplingContext) -> Tensor:
         probs = logits.softmax(-1)
-        logs = (logits - logits.logsumexp(-1, keepdim=True)).clamp(min=torch.finfo(logits.dtype).min)
+        logs = logits.log_softmax(-1).clamp(min=torch.finfo(logits.dtype).min)  # 0 times -inf is NaN
         entropy = -(logs * probs).sum(-1, keepdim=True)
         eta = per_slot(context, self.name)
         removed = probs < torch.minimum(eta, eta.sqrt() * torch.exp(-entropy))

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from specc.errors import InvariantError
-from specc.sampling.draw import Drawer, best_id, inverse_cdf, probabilities
+from specc.sampling.draw import Drawer, best_id, inverse_cdf
 from tests import reference
 
 NAN, NEVER = float("nan"), float("-inf")
@@ -154,6 +154,24 @@ def test_inverse_cdf_never_takes_what_cannot_be():
     assert inverse_cdf(none, torch.tensor([0.3, 0.3], dtype=torch.float64)).tolist()[0] == -1
 
 
-def test_probabilities_of_all_but_one_banned():
-    assert probabilities(torch.tensor([[NEVER, 2.0, NEVER]])).tolist() == [[0.0, 1.0, 0.0]]
+@pytest.mark.parametrize("count", [511, 512, 513, 1024, 3001])
+def test_inverse_cdf_of_long_rows(count):
+    generator = torch.Generator().manual_seed(count)
+    weights = torch.rand(60, count, generator=generator)
+    weights[torch.rand(60, count, generator=generator) < 0.7] = 0.0
+    weights[0, : count // 2] = 0.0
+    weights[1, count // 2 :] = 0.0
+    weights[2] = 0.0
+    weights[2, count - 1] = 1e-30
+    weights[3] = 0.0
+    coins = torch.rand(60, dtype=torch.float64, generator=generator)
+    coins[:2] = torch.tensor([2.0**-33, 1 - 2.0**-33])
+    expected = [
+        reference.pick(row, coin) if sum(row) else -1
+        for row, coin in zip(weights.tolist(), coins.tolist(), strict=True)
+    ]
+    assert inverse_cdf(weights, coins).tolist() == expected
+
+
+def test_best_id_of_equals_among_banned():
     assert best_id(torch.tensor([[NEVER, 2.0, 2.0]]), None).tolist() == [1]
