@@ -245,3 +245,11 @@ class DrafterBundle:
     module: nn.Module
     unused: tuple[str, ...] = ()  # tensors in the files that nothing reads, named
     notes: tuple[str, ...] = ()  # decisions taken while reading, for `specc inspect` and `specc check`
+
+
+@runtime_checkable
+class ReadsFinalNorm(Protocol):
+    """A drafter that reads the target's last hidden state after the final norm, and applies that norm itself."""
+
+    def attach(self, norm: nn.Module) -> None:
+        """Take the target's own final norm; its weight is shared, not copied."""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from specc.checkpoints import read_drafter
-from specc.contracts import DrafterBundle, DrafterInfo, Method
+from specc.contracts import DrafterBundle, DrafterInfo, Method, ReadsFinalNorm
 from specc.errors import InputError, UnsupportedError
+from specc.models.decoder_layer import final_norm
 from specc.models.generation import tokenizer_difference
 from specc.models.load import LoadedModel, load_drafter_model
 
@@ -43,6 +44,8 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
     if isinstance(drafter, nn.Module):
         raise InputError("drafter", type(drafter).__name__, f"a checkpoint folder for method {method.name!r}")
     bundle = read_drafter(drafter, target.info, method.name)
+    if isinstance(bundle.module, ReadsFinalNorm):
+        bundle.module.attach(final_norm(target.module))
     weight = next(target.module.parameters())
     bundle.module.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(requires_grad=False)
     return bundle
