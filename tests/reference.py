@@ -147,7 +147,8 @@ def generate(
     """
     history, prompt_length, end = list(prompt), len(prompt), len(prompt) + max_new_tokens
     settings = dict(settings or {})
-    temperature = float(settings.get("temperature") or 0.0 if "temperature" in settings else 1.0)
+    heat = settings.get("temperature")
+    temperature = 1.0 if heat is None else float(heat)
     hot = do_sample and temperature > 0
     result = Generation([])
 

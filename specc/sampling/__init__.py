@@ -35,8 +35,8 @@ from specc.sampling.typical_p import TypicalP
 from specc.sampling.warper import Column, SamplingContext, Warper, family_bucket, family_key
 
 __all__ = [
-    "WARPERS", "Column", "SamplingContext", "Warper", "bind_all", "fit", "get", "is_sampled", "join", "neutral",
-    "process", "settings_columns", "split",
+    "WARPERS", "Column", "SamplingContext", "Warper", "bind_all", "fit", "get", "is_sampled", "join",
+    "neutral", "process", "settings_columns", "split",
 ]  # fmt: skip
 
 # The order of transformers 5.24; logit_bias and the two penalties that it lacks stand by their likes.

@@ -138,6 +138,15 @@ def test_a_missing_draft_stops_there_and_draws_from_p(rule):
         assert int(result.tokens[slot, count]) == expected
 
 
+def test_a_missing_draft_leaves_no_residual_even_if_a_proposal_is_there():
+    heat = torch.full((SLOTS,), 0.8)
+    full = _drafted("ratio", DRAFTER, heat)
+    logits = _rows(full, heat)
+    missing = Draft(torch.full_like(full.tokens, -1), full.proposal, full.drawn)
+    plain = accept(logits[:, :1], None, temperature=heat, seed=SEED, length=LENGTH)
+    assert torch.equal(_judge(missing, "ratio", heat, logits=logits).tokens[:, 0], plain.tokens[:, 0])
+
+
 @pytest.mark.parametrize("rule", [None, "ratio", "coupled"])
 @pytest.mark.parametrize("bad", [NAN, NEVER])
 def test_a_broken_row_emits_the_raw_argmax_and_says_so(rule, bad):

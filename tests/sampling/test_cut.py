@@ -67,6 +67,18 @@ def test_nucleus_on_the_host_equals_a_sort_to_the_last_id(rows, masses):
         assert torch.equal(mask, _sorted_nucleus(row, mass) if mass < 1 else torch.ones_like(mask))
 
 
+@pytest.mark.parametrize("vocab", [10, 60, 200])
+def test_nucleus_of_equal_scores(vocab):
+    """Masses that the running sum meets within rounding, and ties that reach beyond the best scores."""
+    row = torch.zeros(vocab)
+    for count in range(vocab):
+        for mass in (count / vocab, (count + 0.5) / vocab):
+            kept = _nucleus_kept(
+                row[None], *nucleus_cut(row[None], torch.tensor([mass], dtype=torch.float64))
+            )
+            assert torch.equal(kept[0], _sorted_nucleus(row, mass))
+
+
 @PROFILE
 @given(rows=ROWS, masses=MASSES)
 def test_nucleus_on_a_device_is_the_smallest_set_that_reaches_the_mass(rows, masses):
