@@ -176,7 +176,7 @@ class StepBuilder:
         relevant = _relevant(stage, key)
         if (stage, relevant) not in self._stages:
             function = self._function(stage, relevant)
-            traced = self._tracer.trace(stage, function, self._inputs(stage, relevant))
+            traced = self._tracer.trace(stage, function, self._inputs(stage, key))
             # An MTP drafter runs a layer of the target's family as transformers wrote it, in-place operators included.
             self._stages[stage, relevant] = functionalize.run(traced).sync()
         return self._stages[stage, relevant]
@@ -192,7 +192,10 @@ class StepBuilder:
         return functions[stage]
 
     def _inputs(self, stage: Stage, key: StepKey) -> dict[Input, TensorSpec]:
-        """Return all that a stage may read; what it does not read is dropped from its graph."""
+        """Return all that a stage may read; what it does not read is dropped from its graph.
+
+        ``key`` is the whole step's, so that earlier stages are the ones that this step has anyway.
+        """
         specs = dict(self.state())
         specs |= setting_specs(self.shape, key.families)
         if key.feed:
@@ -268,9 +271,12 @@ class StepBuilder:
 
 def _relevant(stage: Stage, key: StepKey) -> StepKey:
     """Return the part of the key that a stage depends on, so that equal parts share one trace."""
+    rule = key.rule if key.sampled else "ratio"  # greedy slots are judged alike under every rule
     if stage == "accept":
-        return key
-    return replace(key, families=("temperature",) if key.sampled else (), extras=())
+        return replace(key, rule=rule)
+    if stage == "draft":
+        return replace(key, rule=rule, families=("temperature",) if key.sampled else (), extras=())
+    return replace(key, rule="ratio", families=(), extras=())  # what verify and commit read does not depend on these
 
 
 def _strip(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
