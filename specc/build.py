@@ -41,10 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """A target ready to be built on: its module, facts, and where its embedding, head and layers sit."""
+    """A target ready to be built on: its module, facts, trace, and where its embedding, head and layers sit.
+
+    Several builders can share one: nothing writes to it.
+    """
 
     module: nn.Module
     info: ModelInfo
+    traced: TracedModel
     embed_path: str  # module paths
     head_path: str
     layer_paths: tuple[str, ...]
@@ -53,9 +57,10 @@ class Target:
 
 
 def make_target(module: nn.Module, info: ModelInfo) -> Target:
-    """Return ``module`` as a target, its parts found."""
+    """Return ``module`` as a target: traced over rows, its parts found."""
     return Target(
-        module, info, path_of(module, embed_module(module)), path_of(module, head_module(module)),
+        module, info, trace_model(module),
+        path_of(module, embed_module(module)), path_of(module, head_module(module)),
         layer_paths(module, info.layers), embed_transform(module), final_logit_transform(module),
     )
 
@@ -119,12 +124,12 @@ class StepBuilder:
 
     def __post_init__(self) -> None:
         self.device = next(self.target.module.parameters()).device
-        traced = trace_model(self.target.module)
+        traced = self.target.traced
         taps = self.method.taps(self.target.info, self.drafter.info if self.drafter else None)
         known = {p.name for p in STEP_PIPELINE}
         passes = rows_pipeline(taps, self.target.layer_paths, self.target.info.hidden)
         graph, self.rows_reports = run_passes(
-            traced.graph, passes, disable=[n for n in self.disable if n not in known], dump=self.dump
+            traced.graph.copy(), passes, disable=[n for n in self.disable if n not in known], dump=self.dump
         )
         self.traced = replace(traced, graph=graph)
         self._tracer = Tracer(self.device)
@@ -276,7 +281,8 @@ def _relevant(stage: Stage, key: StepKey) -> StepKey:
         return replace(key, rule=rule)
     if stage == "draft":
         return replace(key, rule=rule, families=("temperature",) if key.sampled else (), extras=())
-    return replace(key, rule="ratio", families=(), extras=())  # what verify and commit read does not depend on these
+    # What verify and commit read does not depend on how drafts are drawn and judged.
+    return replace(key, rule="ratio", families=(), extras=())
 
 
 def _strip(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

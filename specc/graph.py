@@ -5,12 +5,13 @@ One class serves both phases: the *rows graph* of a model (symbolic rows) and th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 Kind = Literal["weight", "state", "setting", "host", "value"]
@@ -57,6 +58,11 @@ class StepGraph:
 
     def output_node(self) -> fx.Node:
         return next(iter(self.graph.find_nodes(op="output")))
+
+    def copy(self) -> StepGraph:
+        """Return a graph that can be rewritten while this one stays; values are shared."""
+        graph = copy.deepcopy(self.graph)
+        return replace(self, gm=fx.GraphModule(nn.Module(), graph), details=dict(self.details)).sync()
 
     def with_facts(self, facts: Iterable[str]) -> StepGraph:
         return replace(self, facts=self.facts | frozenset(facts))
