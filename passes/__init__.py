@@ -13,6 +13,7 @@ from specc.passes.drop_noops import drop_noops
 from specc.passes.functionalize import functionalize
 from specc.passes.fuse_step import fuse_step
 from specc.passes.insert_taps import insert_taps
+from specc.passes.replace_foreign_ops import replace_foreign_ops
 from specc.passes.share_weights import share_weights
 from specc.passes.slice_logits import slice_logits
 
@@ -24,6 +25,7 @@ def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) 
         functionalize,
         insert_taps(taps, layer_paths, hidden),
         slice_logits,
+        replace_foreign_ops,
     )
 
 

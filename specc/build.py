@@ -7,21 +7,21 @@ are traced once each and kept, so that a new family of settings traces and compi
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from specc.contracts import DrafterBundle, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
-from specc.graph import Input, Kind, StepGraph
+from specc.contracts import STAGES, DrafterBundle, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
+from specc.graph import Input, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.paths import layer_paths, path_of
 from specc.passes import STEP_PIPELINE, rows_pipeline
 from specc.passes.functionalize import functionalize
+from specc.passes.replace_foreign_ops import replace_foreign_ops
 from specc.pipeline import PassReport, run_passes
 from specc.step import (
     Parts,
@@ -34,6 +34,7 @@ from specc.step import (
     state_specs,
     verify_stage,
 )
+from specc.stitch import BuiltStep, assemble, relevant, stage_inputs
 from specc.trace import RowsModel, TracedModel, Tracer, trace_model
 
 logger = logging.getLogger(__name__)
@@ -84,25 +85,6 @@ def make_drafter(bundle: DrafterBundle) -> Drafter:
 
 
 @dataclass
-class BuiltStep:
-    """A step graph after its passes, with what each pass did."""
-
-    key: StepKey
-    graph: StepGraph
-    reports: tuple[PassReport, ...]
-
-
-def kind_of(name: str) -> Kind:
-    """Return what an input is, from its name's first part."""
-    first = name.split(".", 1)[0]
-    kinds: dict[str, Kind] = {
-        "target": "weight", "drafter": "weight", "state": "state", "cache": "state", "method": "state",
-        "setting": "setting", "feed": "host",
-    }
-    return kinds.get(first, "value")
-
-
-@dataclass
 class StepBuilder:
     """Builds the step graphs of one compiled object.
 
@@ -125,9 +107,8 @@ class StepBuilder:
     def __post_init__(self) -> None:
         self.device = next(self.target.module.parameters()).device
         traced = self.target.traced
-        taps = self.method.taps(self.target.info, self.drafter.info if self.drafter else None)
         known = {p.name for p in STEP_PIPELINE}
-        passes = rows_pipeline(taps, self.target.layer_paths, self.target.info.hidden)
+        passes = rows_pipeline(self.taps, self.target.layer_paths, self.target.info.hidden)
         graph, self.rows_reports = run_passes(
             traced.graph.copy(), passes, disable=[n for n in self.disable if n not in known], dump=self.dump
         )
@@ -143,6 +124,21 @@ class StepBuilder:
             ).items()
         }
 
+    @property
+    def target_info(self) -> ModelInfo:
+        """The facts of the target."""
+        return self.target.info
+
+    @property
+    def drafter_info(self) -> DrafterInfo | None:
+        """The facts of the drafter, if there is one."""
+        return self.drafter.info if self.drafter is not None else None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target states that the method reads, each "after j layers"."""
+        return tuple(self.method.taps(self.target.info, self.drafter_info))
+
     def state(self) -> dict[str, TensorSpec]:
         """Return every state tensor of the step, the method's and the caches included."""
         caches = self.traced.cache_specs(self.shape.slots, self.shape.capacity)
@@ -150,12 +146,8 @@ class StepBuilder:
 
     def step(self, key: StepKey) -> BuiltStep:
         """Build the step graph of ``key``: stages traced, stitched and rewritten by the passes."""
-        whole = self._stitch([self._stage(stage, key) for stage in ("draft", "verify", "accept", "commit")], key)
-        known = {p.name for p in STEP_PIPELINE}
-        graph, reports = run_passes(
-            whole, STEP_PIPELINE, disable=[n for n in self.disable if n in known], dump=self.dump
-        )
-        return BuiltStep(key, graph, reports)
+        stages = [self.stage(stage, key) for stage in STAGES]
+        return assemble(stages, key, self.disable, self.dump)
 
     def _collect_weights(self) -> dict[str, Tensor]:
         weights = {f"target.{n}": t for n, t in self.traced.weights.items()}
@@ -177,14 +169,14 @@ class StepBuilder:
             return None
         return self.drafter.traced if self.drafter.traced is not None else self.drafter.module
 
-    def _stage(self, stage: Stage, key: StepKey) -> StepGraph:
-        relevant = _relevant(stage, key)
-        if (stage, relevant) not in self._stages:
-            function = self._function(stage, relevant)
-            traced = self._tracer.trace(stage, function, self._inputs(stage, key))
+    def stage(self, stage: Stage, key: StepKey) -> StepGraph:
+        """Return one stage of the step of ``key``, traced once for all keys that agree on what it reads."""
+        kept = relevant(stage, key)
+        if (stage, kept) not in self._stages:
+            traced = self._tracer.trace(stage, self._function(stage, kept), self._inputs(stage, key))
             # An MTP drafter runs a layer of the target's family as transformers wrote it, in-place operators included.
-            self._stages[stage, relevant] = functionalize.run(traced).sync()
-        return self._stages[stage, relevant]
+            self._stages[stage, kept] = replace_foreign_ops.run(functionalize.run(traced)).sync()
+        return self._stages[stage, kept]
 
     def _function(self, stage: Stage, key: StepKey) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
         parts, shape, method = self._parts(), self.shape, self.method
@@ -206,15 +198,8 @@ class StepBuilder:
         if key.feed:
             specs |= {n: TensorSpec((key.feed,), torch.int64) for n in ("feed.slot", "feed.position")}
         specs |= {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in self.weights.items()}
-        inputs = {Input(n, kind_of(n), self._storage.get(n, "")): s for n, s in specs.items()}
-        for earlier in ("draft", "verify", "accept"):
-            if earlier == stage:
-                break
-            made = self._stage(earlier, key)
-            for name, node in zip(made.outputs, made.output_node().args[0], strict=True):
-                value = node.meta["val"]
-                inputs[Input(name, "value")] = TensorSpec(tuple(value.shape), value.dtype)
-        return inputs
+        earlier = [self.stage(name, key) for name in STAGES[: STAGES.index(stage)]]
+        return stage_inputs(specs, self._storage, earlier)
 
     def _parts(self) -> Parts:
         target, drafter = self.target, self.drafter
@@ -241,48 +226,6 @@ class StepBuilder:
 
         limit = drafter.info.max_position if drafter is not None else None
         return Parts(run_target, run_drafter, embed, head, limit)
-
-    def _stitch(self, stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
-        """Return a graph of four calls, one per stage, wired by the names of values."""
-        root = nn.Module()
-        graph = fx.Graph()
-        known: dict[str, fx.Node] = {}
-        for stage in stages:
-            for node in stage.graph.find_nodes(op="placeholder"):
-                given = node.meta["input"]
-                if given.name not in known and given.kind != "value":
-                    placeholder = graph.placeholder(given.name.replace(".", "_"))
-                    placeholder.meta = {"input": given, "val": node.meta["val"]}
-                    known[given.name] = placeholder
-        outputs: list[str] = []
-        for stage in stages:
-            if not stage.call_nodes():
-                continue
-            root.add_module(stage.name, stage.gm)
-            arguments = tuple(known[i.name] for i in stage.inputs)
-            call = graph.call_module(stage.name, arguments)
-            values = [n.meta["val"] for n in stage.output_node().args[0]]
-            call.meta = {"val": values, "stage": stage.name}
-            for index, name in enumerate(stage.outputs):
-                picked = graph.call_function(operator.getitem, (call, index))
-                picked.meta = {"val": values[index], "stage": stage.name}
-                known[name] = picked
-                if "." not in name or name == "draft.confidence":
-                    outputs.append(name)
-        graph.output([known[n] for n in outputs]).meta["val"] = None
-        gm = fx.GraphModule(root, graph)
-        return StepGraph(gm, (), tuple(outputs), name=f"step_k{key.block}_p{key.feed}").sync()
-
-
-def _relevant(stage: Stage, key: StepKey) -> StepKey:
-    """Return the part of the key that a stage depends on, so that equal parts share one trace."""
-    rule = key.rule if key.sampled else "ratio"  # greedy slots are judged alike under every rule
-    if stage == "accept":
-        return replace(key, rule=rule)
-    if stage == "draft":
-        return replace(key, rule=rule, families=("temperature",) if key.sampled else (), extras=())
-    # What verify and commit read does not depend on how drafts are drawn and judged.
-    return replace(key, rule="ratio", families=(), extras=())
 
 
 def _strip(values: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

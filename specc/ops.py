@@ -28,6 +28,9 @@ _LIB.define("write_rows(Tensor(a!) cache, Tensor value, Tensor slot, Tensor cach
 _LIB.define("put(Tensor(a!) buffer, Tensor value, Tensor slot, Tensor column) -> ()")
 # store: state = value, whole.
 _LIB.define("store(Tensor(a!) state, Tensor value) -> ()")
+# grouped_mm: rows [rows, in], sorted by group, times their group's weight [groups, in, out]; ends [groups] are
+# where each group's rows end. Rows behind the last end give zeros.
+_LIB.define("grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
 
 
 def _attend_slot(
@@ -126,6 +129,30 @@ def _store(state: Tensor, value: Tensor) -> None:
     state.copy_(value)
 
 
+def _grouped_mm_host(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Run grouped_mm on the CPU, a product per group that has rows."""
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    start = 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], weight[group], out=out[start:end])
+        start = max(start, end)
+    return out
+
+
+def _grouped_mm_device(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Run grouped_mm without any host read: every group sees all rows through a mask."""
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    group = torch.bucketize(torch.arange(rows.shape[0], device=rows.device), ends, right=True)
+    for index in range(weight.shape[0]):
+        out = torch.where((group == index)[:, None], rows @ weight[index], out)
+    return out
+
+
+def _grouped_mm_fake(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
 def _attend_fake(
     query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
@@ -136,14 +163,18 @@ def _attend_fake(
 
 _LIB.impl("attend", _attend_host, "CPU")
 _LIB.impl("attend", _attend_device, "CUDA")
+_LIB.impl("grouped_mm", _grouped_mm_host, "CPU")
+_LIB.impl("grouped_mm", _grouped_mm_device, "CUDA")
 for _name, _kernel in (("write_rows", _write_rows), ("put", _put), ("store", _store)):
     _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specc::{_name}", lambda *_: None, lib=_LIB)
 torch.library.register_fake("specc::attend", _attend_fake, lib=_LIB)
+torch.library.register_fake("specc::grouped_mm", _grouped_mm_fake, lib=_LIB)
 
 attend = torch.ops.specc.attend
 write_rows = torch.ops.specc.write_rows
 put = torch.ops.specc.put
+grouped_mm = torch.ops.specc.grouped_mm
 store = torch.ops.specc.store
 
 MUTATING = frozenset(

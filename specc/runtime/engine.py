@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.build import BuiltStep, StepBuilder
 from specc.contracts import Backend, TensorSpec
 from specc.errors import InputError
 from specc.runtime.state import StepState, allocate
 from specc.sampling import fit, settings_columns
 from specc.step import MAX_EOS, RECORD, StepKey
+from specc.stitch import BuiltStep, StepSource
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Engine:
         feed: prompt rows per filling step.
     """
 
-    def __init__(self, builder: StepBuilder, backend: Backend, feed: int) -> None:
+    def __init__(self, builder: StepSource, backend: Backend, feed: int) -> None:
         self.builder, self.backend, self.feed = builder, backend, feed
         specs = dict(builder.state())
         specs |= {name: TensorSpec((feed,), torch.int64) for name in ("feed.slot", "feed.position")}

@@ -54,11 +54,10 @@ def inspect_engine(engine: Engine, method: Method, block: int, accept: AcceptRul
         {"stage": s, "nodes": c.total(), "top": ", ".join(f"{n} x{k}" for n, k in c.most_common(3))}
         for s, c in operators.items()
     )
-    drafter = engine.builder.drafter
     return Inspection(
         method=method.name, block=block, accept=accept, slots=engine.slots, max_length=engine.capacity,
         backend=engine.backend.name,
-        taps=tuple(method.taps(engine.builder.target.info, drafter.info if drafter else None)),
+        taps=engine.builder.taps,
         stages=stages, passes=tuple(asdict(r) for r in (*engine.builder.rows_reports, *built.reports)),
         memory=memory_by_part(engine), mutated=graph.mutated(), graph=graph.render(),
         graph_by_stage={s: graph.render(s) for s in STAGES},
