@@ -1,0 +1,245 @@
+"""Make training data with the target alone: it writes the prompts, answers them, and its states are kept.
+
+Everything goes through one compiled target at once: a slot that ends a prompt is given the next answer, so no
+slot waits. The work is cut into shards; a kill loses the one that was being filled.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.errors import InputError, UnsupportedError
+from specc.models.load import LoadedModel
+from specc.runtime.scheduler import Request
+from specc.training import prompts as prompting
+from specc.training.record import Recorded, TargetRunner
+from specc.training.shards import list_shards, read_facts, write_shard
+
+logger = logging.getLogger(__name__)
+
+_MARK = "\u2603 here"  # stands where the user's words will be; no template has it
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What to make.
+
+    Attributes:
+        tokens: Answer tokens in all.
+        answer_tokens, prompt_tokens: Caps on one answer and on one sampled prompt; a longer prompt is dropped.
+        capacity: Tokens of a whole sequence.
+        slots: Sequences that run at once.
+        shard_tokens: Answer tokens of a shard: what a kill can lose.
+        greedy: Share of the answers that are greedy; the rest are sampled at a temperature of 0.7 to 1.0.
+        seed: Of everything that is drawn.
+    """
+
+    tokens: int
+    answer_tokens: int = 192
+    prompt_tokens: int = 96
+    capacity: int = 384
+    slots: int = 32
+    shard_tokens: int = 8192
+    greedy: float = 0.5
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class _Conversation:
+    category: str
+    opener: str
+    setting: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+class Collector:
+    """Fills a folder with shards.
+
+    Args:
+        target: The model, with its tokenizer.
+        runner: The compiled target.
+        folder: Where shards are and go; what is there is gone on from.
+        plan: What to make.
+        user: Conversations of a user's file, answered first; without them the target writes the prompts.
+        evaluation: Prompts to keep out.
+    """
+
+    def __init__(
+        self, target: LoadedModel, runner: TargetRunner, folder: Path, plan: DataPlan,
+        user: list[list[dict[str, str]]] | None = None, evaluation: prompting.Evaluation | None = None,
+    ) -> None:
+        if target.tokenizer is None or not getattr(target.tokenizer, "chat_template", None):
+            raise UnsupportedError(
+                "this target cannot make its own training data",
+                ["its tokenizer has no chat template, so there is no user turn to write or answer"],
+                "Train an instruct model.",
+            )
+        self.tokenizer, self.runner, self.folder, self.plan = target.tokenizer, runner, folder, plan
+        self.evaluation = evaluation or prompting.read_evaluation(None)
+        self.dropped: Counter[str] = Counter()
+        self._queue: deque[_Conversation] = deque()
+        self._texts: list[str] = []  # the target's own answers, for tasks that need a source
+        self._pending: list[Recorded] = []
+        self._kept: list[dict[str, Any]] = []
+        self._begin = time.perf_counter()
+        self._specials = [t for t in self.tokenizer.all_special_tokens if t]
+        done = [read_facts(p) for p in list_shards(folder)]
+        self.tokens = sum(f["answer_tokens"] for f in done)
+        self._next = 1 + max((f["last_seed"] for f in done), default=plan.seed - 1)
+        self._shards = len(done)
+        self.seen = prompting.Seen(k["text"] for f in done for k in f["prompts"])
+        self._user = deque(m for m in user or [] if prompting.text_of(m) not in
+                           {k["text"] for f in done for k in f["prompts"]})
+        self._from_user = user is not None
+
+    def run(self, progress: Callable[[str], None] = logger.info, stop: Callable[[], bool] = lambda: False) -> None:
+        """Make shards until the plan is met, the user's prompts are answered, or ``stop`` says so."""
+        self._stop = stop
+        for item in self.runner.run(self._requests()):
+            conversation = item.key
+            assert isinstance(conversation, _Conversation)
+            if conversation.messages:
+                self._answered(conversation, item)
+            else:
+                self._prompted(conversation, item)
+            if sum(len(p.ids) - p.prompt for p in self._pending) >= self.plan.shard_tokens:
+                self._flush(progress)
+        if self._pending:
+            self._flush(progress)
+
+    def _requests(self) -> Iterator[Request]:
+        """Yield answers to prompts that are ready first, then new prompts."""
+        while self.tokens < self.plan.tokens and not self._stop():
+            if self._queue:
+                conversation = self._queue.popleft()
+                yield self._answer(conversation)
+            elif self._user:
+                messages = self._user.popleft()
+                if self._keep(prompting.text_of(messages)):
+                    conversation = _Conversation("user", "", "user file")
+                    conversation.messages = messages
+                    self._queue.append(conversation)
+            elif self._from_user:
+                return
+            else:
+                made = self._invent(random.Random(self._next))  # noqa: S311  not for secrets
+                if made is not None:
+                    yield made
+
+    def _seed(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _invent(self, chance: random.Random) -> Request | None:
+        """Return the request for a new prompt, or None when a task with a source needed no writing."""
+        seed = self._seed()
+        category = prompting.CATEGORIES[seed % len(prompting.CATEGORIES)]
+        tasks = prompting.TASKS.get(category)
+        if tasks is not None and self._texts and chance.random() < 0.75:
+            text = chance.choice(tasks).format(chance.choice(self._texts))
+            if self._keep(text):
+                conversation = _Conversation(category, "", "own text")
+                conversation.messages = [{"role": "user", "content": text}]
+                self._queue.append(conversation)
+            return None
+        opener = ""
+        if chance.random() < 0.75:
+            opener = chance.choice(prompting.OPENERS[category])
+            if category in ("chat", "list") and chance.random() < 0.5:
+                opener += f" about {chance.choice(prompting.TOPICS)}" if category == "chat" else ""
+        hot = chance.random() < 0.5
+        conversation = _Conversation(category if opener else "bare", opener, "t1.0" if hot else "t0.8")
+        ids = self._encode(self._header([]) + opener)
+        if len(ids) + self.plan.prompt_tokens > self.plan.capacity:
+            raise InputError("capacity", self.plan.capacity, "more tokens than the chat template and a prompt take")
+        return self.runner.request(
+            conversation, ids, self.plan.prompt_tokens, seed, do_sample=True,
+            temperature=1.0 if hot else 0.8, top_p=0.95, top_k=0,
+        )
+
+    def _answer(self, conversation: _Conversation) -> Request:
+        seed = self._seed()
+        chance = random.Random(seed)  # noqa: S311
+        text = self.tokenizer.apply_chat_template(conversation.messages, tokenize=False, add_generation_prompt=True)
+        ids = self._encode(text)
+        room = min(self.plan.answer_tokens, self.plan.capacity - len(ids))
+        settings: dict[str, Any] = {"do_sample": False}
+        conversation.setting += ", greedy"
+        if chance.random() >= self.plan.greedy:
+            temperature = round(chance.uniform(0.7, 1.0), 2)
+            settings = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+            conversation.setting = conversation.setting.removesuffix("greedy") + f"t{temperature}"
+        return self.runner.request(conversation, ids, room, seed, **settings)
+
+    def _encode(self, text: str) -> Tensor:
+        return torch.tensor(self.tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+    def _header(self, messages: list[dict[str, str]]) -> str:
+        """Return the template up to where the next user turn's words begin."""
+        text: str = self.tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": _MARK}], tokenize=False
+        )
+        return text[: text.index(_MARK)]
+
+    def _prompted(self, conversation: _Conversation, item: Recorded) -> None:
+        if not item.ended:
+            self.dropped["too long"] += 1
+            return
+        written = self.tokenizer.decode(item.ids[item.prompt : -1], skip_special_tokens=False)
+        text = (conversation.opener + written).strip()
+        if self._keep(text):
+            conversation.messages = [{"role": "user", "content": text}]
+            self._queue.append(conversation)
+
+    def _keep(self, text: str) -> bool:
+        why = prompting.fault(text, self._specials) or self.seen.fault(text)
+        if why is None and len(self._encode(text)) > self.plan.capacity - 96:
+            why = "too long"
+        if why is None and self.evaluation.is_close(text):
+            why = "close to an evaluation prompt"
+        if why is not None:
+            self.dropped[why] += 1
+            return False
+        self.seen.add(text)
+        return True
+
+    def _answered(self, conversation: _Conversation, item: Recorded) -> None:
+        if len(item.ids) - item.prompt < 8:
+            self.dropped["short answer"] += 1
+            return
+        self._pending.append(item)
+        self.tokens += len(item.ids) - item.prompt
+        self._kept.append({
+            "text": prompting.text_of(conversation.messages), "category": conversation.category,
+            "setting": conversation.setting, "tokens": len(item.ids) - item.prompt,
+        })  # fmt: skip
+        paragraph = self.tokenizer.decode(item.ids[item.prompt :], skip_special_tokens=True).split("\n\n")[0].strip()
+        if 12 <= len(paragraph.split()) <= 90:
+            self._texts = [*self._texts[-63:], paragraph]
+
+    def _flush(self, progress: Callable[[str], None]) -> None:
+        answer = sum(len(p.ids) - p.prompt for p in self._pending)
+        facts = {
+            "answer_tokens": answer, "last_seed": self._next, "taps": list(self.runner.taps),
+            "seconds": round(time.perf_counter() - self._begin, 1), "dropped": dict(self.dropped),
+            "checked": self.evaluation.checked, "flagged": self.evaluation.flagged, "prompts": self._kept,
+        }  # fmt: skip
+        write_shard(self.folder, self._shards, self._pending, facts)
+        categories = dict(Counter(k["category"] for k in self._kept))
+        progress(
+            f"shard {self._shards}: {len(self._pending)} answers, {answer} tokens ({self.tokens} of {self.plan.tokens}), "
+            f"{facts['seconds']} s, {categories}, dropped {dict(self.dropped)}"
+        )
+        self._shards += 1
+        self._pending, self._kept = [], []
+        self._begin = time.perf_counter()

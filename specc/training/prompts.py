@@ -1,0 +1,180 @@
+"""User turns written by the target itself: openers and topics, cleaning, near duplicates, evaluation overlap.
+
+An instruct model has learnt what stands in a user turn. Given its own chat template up to the user header, and
+perhaps the first words, it goes on; no data set is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specc.errors import InputError
+
+OPENERS: dict[str, tuple[str, ...]] = {
+    "chat": (
+        "Explain", "Why", "How do I", "Can you tell me about", "What is the best way to", "Translate",
+        "Write an email to", "Write a story about", "Compare", "Describe",
+    ),
+    "code": (
+        "Write a Python", "Write a function that", "Fix the bug in", "Write a program that",
+        "Write a Python function to", "How can I use Python to", "Write a class",
+    ),
+    "maths": (
+        "A shop sells", "If a car", "Calculate", "What is the sum of", "A farmer has", "A train", "Solve",
+        "How many",
+    ),
+    "rewrite": ("Rewrite the following", "Make this text shorter", "Correct the grammar", "Rewrite this sentence"),
+    "summary": ("Summarize the following", "What are the main points of", "Summarize this"),
+    "list": ("List", "Give me a checklist", "List five", "What are some", "Name three", "Give me ten ideas for"),
+}  # fmt: skip
+TOPICS = (
+    "cooking", "gardens", "sport", "music", "history", "animals", "weather", "health", "school", "money", "travel",
+    "tools", "machines", "the sea", "space", "law", "language", "family", "work", "art", "computers", "farming",
+    "games", "the city", "small talk",
+)  # fmt: skip
+# Tasks whose source text is one of the target's own answers: a small model seldom writes a source by itself.
+TASKS: dict[str, tuple[str, ...]] = {
+    "rewrite": (
+        "Rewrite the following text in simpler words:\n\n{}", "Make this text shorter:\n\n{}",
+        "Correct the grammar and spelling in this text:\n\n{}", "Rewrite the text below in a formal tone.\n\n{}",
+        "{}\n\nRewrite this for a child.", "Change this text to the past tense:\n{}",
+        "Fix the punctuation and keep everything else as it is:\n\n{}",
+    ),
+    "summary": (
+        "Summarize the following text:\n\n{}", "What are the main points of this text?\n\n{}",
+        "{}\n\nSummarize the above in one sentence.", "Give a short summary of this passage: {}",
+    ),
+}  # fmt: skip
+CATEGORIES = tuple(OPENERS)
+_CONTACT = re.compile(r"\S@\S|https?:|www\.|\d{3}[-. )]+\d{3}[-. ]+\d{4}")
+_FAMILIAR_STARTS = 40  # prompts before the limit on equal first words means anything
+
+
+def words(text: str) -> list[str]:
+    """Return the lower-case words of a text, as all comparisons use them."""
+    return re.findall(r"[a-z0-9']+", text.lower())
+
+
+def runs(sequence: Sequence[str], length: int) -> set[tuple[str, ...]]:
+    """Return every run of ``length`` words."""
+    return {tuple(sequence[i : i + length]) for i in range(len(sequence) - length + 1)}
+
+
+def fault(text: str, specials: Iterable[str] = ()) -> str | None:
+    """Return why a prompt is of no use, or None."""
+    found = text.split()
+    if len(found) < 4:
+        return "short"
+    if any(token in text for token in specials):
+        return "special token"
+    if sum(not c.isascii() for c in text) > len(text) / 10:
+        return "not ASCII"
+    if any(found[i : i + 4] == found[i + 4 : i + 8] == found[i + 8 : i + 12] for i in range(len(found) - 11)):
+        return "repeats"
+    if _CONTACT.search(text):
+        return "address"
+    source = re.match(r"(?i)(rewrite|summari[sz]e|make this|correct the|fix the bug)", text)
+    following = re.search(r"(?i)\b(following|this text|the grammar|this sentence)\b", text)
+    if source and following and len(" ".join(re.split(r"\n|: ", text)[1:]).split()) < 4:
+        return "no source text"
+    return None
+
+
+class Seen:
+    """The prompts kept so far: refuses duplicates, near duplicates and too many that begin alike."""
+
+    def __init__(self, kept: Iterable[str] = ()) -> None:
+        self._exact: set[tuple[str, ...]] = set()
+        self._runs: set[tuple[str, ...]] = set()
+        self._starts: Counter[tuple[str, ...]] = Counter()
+        for text in kept:
+            self.add(text)
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def add(self, text: str) -> None:
+        found = words(text)
+        self._exact.add(tuple(found))
+        self._runs |= runs(found, 5)
+        self._starts[tuple(found[:3])] += 1
+
+    def fault(self, text: str) -> str | None:
+        """Return why the prompt adds nothing to those kept, or None."""
+        found = words(text)
+        if tuple(found) in self._exact:
+            return "duplicate"
+        own = runs(found, 5)
+        if own and len(own & self._runs) > len(own) / 2:
+            return "near duplicate"
+        if self._starts[tuple(found[:3])] >= max(0.02 * len(self), _FAMILIAR_STARTS):
+            return "same start"
+        return None
+
+
+class Evaluation:
+    """The evaluation prompts, which nothing trained on may resemble."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        found = [words(text) for text in texts]
+        self._runs: set[tuple[str, ...]] = set().union(*(runs(w, 8) for w in found)) if found else set()
+        self._sets = [set(w) for w in found]
+        self.flagged = 0
+        self.checked = 0
+
+    def is_close(self, text: str) -> bool:
+        """Return whether a prompt shares 8 words in a row, or three fifths of its words, with one of them."""
+        found = words(text)
+        own = set(found)
+        close = bool(runs(found, 8) & self._runs) or any(
+            len(own & other) >= 0.6 * len(own | other) for other in self._sets
+        )
+        self.checked += 1
+        self.flagged += close
+        return close
+
+
+def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
+    """Return the conversations of a JSONL file: ``messages``, or ``prompt`` with the text of one user turn."""
+    conversations = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError("prompts", f"{path}:{number}", "one JSON object a line") from error
+        conversations.append(_messages(item, f"{path}:{number}"))
+    if not conversations:
+        raise InputError("prompts", str(path), "at least one prompt")
+    return conversations
+
+
+def _messages(item: Any, where: str) -> list[dict[str, str]]:
+    if isinstance(item, dict) and isinstance(item.get("prompt"), str):
+        return [{"role": "user", "content": item["prompt"]}]
+    messages = item.get("messages") if isinstance(item, dict) else None
+    if not isinstance(messages, list) or not messages or messages[-1].get("role") != "user":
+        raise InputError("prompts", where, "an object with `prompt`, or with `messages` that end with a user turn")
+    return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+
+
+def text_of(messages: Sequence[dict[str, str]]) -> str:
+    """Return all turns joined: what the overlap check reads."""
+    return " ".join(m["content"] for m in messages)
+
+
+def read_evaluation(path: str | Path | None) -> Evaluation:
+    """Return the evaluation set of a JSONL file or a folder of them; None = nothing to keep out."""
+    if path is None:
+        return Evaluation(())
+    where = Path(path)
+    files = sorted(where.glob("*.jsonl")) if where.is_dir() else [where]
+    if not files or not files[0].is_file():
+        raise InputError("avoid", str(path), "a JSONL file of prompts, or a folder that holds some")
+    return Evaluation(text_of(messages) for file in files for messages in read_prompts(file))
