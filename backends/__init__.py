@@ -12,11 +12,14 @@ import torch
 
 from specc.backends.eager import Eager
 from specc.backends.inductor import Inductor
+from specc.backends.native import Native
 from specc.contracts import Backend
 from specc.errors import UnknownNameError, UnsupportedError
 
 # "auto" takes the first that does not reject the device.
-BACKENDS: Mapping[str, Callable[[], Backend]] = MappingProxyType({"inductor": Inductor, "eager": Eager})
+BACKENDS: Mapping[str, Callable[[], Backend]] = MappingProxyType(
+    {"inductor": Inductor, "native": Native, "eager": Eager}
+)
 
 
 def choose(name: str, device: torch.device) -> tuple[Backend, str]:

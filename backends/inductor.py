@@ -7,20 +7,18 @@ guards and nothing can recompile.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
-from specc.backends.kernels import attend_cpu
+from specc.backends.lowering import with_kernels
 from specc.graph import StepGraph
-from specc.ops import attend
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class Inductor:
         return ()
 
     def build(self, graph: StepGraph) -> Callable[..., tuple[Tensor, ...]]:
-        graph = _with_kernels(graph)
+        graph = with_kernels(graph)
         # split_module reads the graph; it keeps node metadata and the order of nodes.
         split = split_module(graph.gm, None, lambda node: _UNIT[node.meta["stage"]], keep_original_order=True)
         for name, unit in list(split.named_children()):
@@ -68,20 +66,6 @@ class Inductor:
             self.compiled[text] = _lower(unit, values)
             logger.info("inductor: compiled %s, %.1f s", name, time.perf_counter() - begin)
         return self.compiled[text]
-
-
-def _with_kernels(graph: StepGraph) -> StepGraph:
-    """Return the graph with specc's operators replaced by this device's own kernels, where there are some."""
-    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "call_function" and n.target is attend.default]
-    if not values or values[0].device.type != "cpu" or values[0].dtype not in attend_cpu.DTYPES:
-        return graph
-    attend_cpu.kernel()  # compile it now, not in the first step
-    gm = copy.copy(graph.gm)
-    gm.graph = copy.deepcopy(graph.graph)
-    for node in gm.graph.find_nodes(op="call_function", target=attend.default):
-        node.target = attend_cpu.attend_cpu.default
-    gm.recompile()
-    return replace(graph, gm=gm)
 
 
 class _Unit(torch.nn.Module):
