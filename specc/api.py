@@ -13,7 +13,8 @@ from torch import nn
 
 from specc import methods
 from specc.backends import choose
-from specc.build import StepBuilder, make_drafter, make_target
+from specc.build import StepBuilder, Target, make_drafter, make_target
+from specc.checking import PROBE_TOKENS, Report, check_pair
 from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.models.load import LoadedModel, load_target
@@ -55,8 +56,25 @@ class CompileOptions:
             raise UnknownNameError("accept rule", self.accept, ACCEPT_RULES)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A loaded and traced target, for several `compile` calls that share one trace and one set of weights."""
+
+    loaded: LoadedModel
+    target: Target
+
+
+def prepare(
+    model: nn.Module | str | Path | LoadedModel, *, device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Prepared:
+    """Load and trace a target once; `compile` takes the result as its model."""
+    loaded = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
+    return Prepared(loaded, make_target(loaded.module, loaded.info))
+
+
 def compile(  # noqa: A001  the public name, as in torch.compile
-    model: nn.Module | str | Path | LoadedModel,
+    model: nn.Module | str | Path | LoadedModel | Prepared,
     drafter: nn.Module | str | Path | DrafterBundle | None = None,
     *,
     method: str | Method = "dspark",
@@ -101,7 +119,10 @@ def compile(  # noqa: A001  the public name, as in torch.compile
     chosen = resolve_method(method)
     dumped = Path(dump) if dump is not None else None
     options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped)
-    target = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
+    if isinstance(model, Prepared):
+        target = model.loaded
+    else:
+        target = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
     place = next(target.module.parameters()).device
     runner, why = choose(backend, place)
     logger.info("backend %s (%s)", runner.name, why)
@@ -113,7 +134,7 @@ def compile(  # noqa: A001  the public name, as in torch.compile
         raise UnsupportedError(f"method {chosen.name!r} cannot run this pair", reasons)
     capacity = _capacity(options.max_length, target)
     builder = StepBuilder(
-        make_target(target.module, target.info), chosen, make_drafter(bundle) if bundle is not None else None,
+        model.target if isinstance(model, Prepared) else make_target(target.module, target.info), chosen, make_drafter(bundle) if bundle is not None else None,
         Shape(batch, capacity, target.info.vocab, switch_length(target)), options.disable_passes, options.dump,
     )
     engine = Engine(builder, runner, min(FEED_ROWS, capacity))
@@ -128,6 +149,27 @@ def inspect(
     """Describe the step that `compile` would make; nothing is compiled. Takes `compile`'s arguments."""
     options.setdefault("backend", "eager")
     return compile(model, drafter, method=method, **options).inspect()
+
+
+def check(
+    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *, method: str | Method = "dspark",
+    prompts: str | Path | Sequence[Any] | None = None, block: int | None = None, probe: bool = True,
+    max_new_tokens: int = PROBE_TOKENS, device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Report:
+    """Say at once everything that will not work with a pair, or will work and silently accept less; raises nothing.
+
+    Args:
+        model, drafter, method, block, device, dtype: as `compile` takes them.
+        prompts: what the live probe goes on from: a JSON-lines file, messages or token ids; None = a few built in, or
+            written by the target itself where it has no chat template.
+        probe: whether to measure acceptance, as it is and with the taps one layer earlier and later.
+        max_new_tokens: of each answer that the probe drafts along.
+    """
+    return check_pair(
+        compile, prepare, resolve_method, model, drafter, method=method, prompts=prompts, block=block, live=probe,
+        tokens=max_new_tokens, device=device, dtype=dtype,
+    )
 
 
 def resolve_method(method: str | Method) -> Method:

@@ -51,10 +51,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "artifact": _BUILT - {"methods"},
     "tuning": _BUILT,
     "training": _BUILT,
+    "pairing": _BASE | {"checkpoints", "models"},
     "prompts": _BASE | {"models"},
     # Checks and measurements are handed `compile` by api, which they may not import.
-    "checking": _BUILT | {"runtime", "pairing", "prompts"},
-    "benchmark": _BUILT | {"runtime", "pairing", "prompts"},
+    "checking": (_BUILT - {"methods"}) | {"runtime", "pairing", "prompts"},
+    "benchmark": (_BUILT - {"methods"}) | {"runtime", "pairing", "prompts"},
     "api": _BUILT | {"runtime", "artifact", "tuning", "training", "pairing", "checking", "benchmark", "prompts"},
     "cli": frozenset({"specc", "errors", "api"}),
     "specc": frozenset({"errors", "api"}),
