@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from specc.contracts import Pass
 from specc.graph import StepGraph
+from specc.ops import grouped_mm
 
 # By name: looking the foreign operator up would need its library.
 OURS: Mapping[str, Any] = MappingProxyType({
-    "transformers.grouped_mm_fallback.default": torch.ops.specc.grouped_mm.default,
+    "transformers.grouped_mm_fallback.default": grouped_mm.default,
 })  # fmt: skip
 
 
