@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from specc.contracts import Pass
 from specc.passes.check_capturable import check_capturable
 from specc.passes.drop_noops import drop_noops
+from specc.passes.expose_hidden import expose_hidden
 from specc.passes.functionalize import functionalize
 from specc.passes.fuse_step import fuse_step
 from specc.passes.insert_taps import insert_taps
@@ -25,6 +26,7 @@ def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) 
         functionalize,
         insert_taps(taps, layer_paths, hidden),
         slice_logits,
+        expose_hidden,
         replace_foreign_ops,
     )
 

@@ -92,6 +92,7 @@ def _check_logit_rows(graph: StepGraph) -> None:
 FACTS: dict[str, Check] = {
     "taps": _check_output("taps"),
     "sliced-logits": _check_logit_rows,
+    "hidden": _check_output("hidden"),
     "one-graph": _check_one_graph,
     "shared-weights": _check_shared,
     "capturable": _check_capturable,

@@ -8,13 +8,23 @@ Names of a step graph's inputs: ``state.*`` (tokens, lengths, stops), ``cache.*`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from specc.contracts import AcceptRule, Draft, Method, MethodContext, Proposal, Rows, TensorSpec
+from specc.contracts import (
+    STAGES,
+    AcceptRule,
+    Draft,
+    Method,
+    MethodContext,
+    Proposal,
+    Rows,
+    Stage,
+    TensorSpec,
+)
 from specc.ops import put, store
 from specc.sampling import SamplingContext, is_sampled, process, settings_columns
 from specc.sampling.accept import accept as accept_drafts
@@ -34,6 +44,7 @@ class StepKey:
 
     ``block`` drafts per slot (0: none), ``feed`` prompt rows beside the slots' own, the accept ``rule`` ("mixed": each
     slot its own), the settings ``families`` in use, and what ``extras`` ("logits", "scores", "hidden") are outputs.
+    ``part`` is the whole step, or, where the host judges the drafts, what comes before and what comes after that.
     """
 
     block: int
@@ -41,6 +52,19 @@ class StepKey:
     rule: AcceptRule | Literal["mixed"]
     families: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    part: Literal["whole", "verify", "commit"] = "whole"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in this part of the step."""
+        parts: dict[str, tuple[Stage, ...]] = {"whole": STAGES, "verify": ("draft", "verify"), "commit": ("commit",)}
+        return parts[self.part]
+
+    def halves(self) -> tuple[StepKey, StepKey]:
+        """Return the keys of the parts around a judgement on the host, which applies the settings itself."""
+        kept = replace(self, families=("temperature",) if self.sampled else (), extras=())
+        hidden = tuple(extra for extra in self.extras if extra == "hidden")
+        return replace(kept, part="verify", extras=hidden), replace(kept, part="commit")
 
     @property
     def sampled(self) -> bool:
@@ -129,6 +153,8 @@ def verify_stage(v: Values, key: StepKey, shape: Shape, parts: Parts) -> dict[st
     found = {"verify.logits": out["logits"].view(shape.slots, key.block + 1, -1)}
     if "taps" in out:
         found["verify.taps"] = out["taps"]
+    if "hidden" in key.extras:
+        found["hidden"] = out["hidden"].view(shape.slots, key.block + 1, -1)
     return found
 
 

@@ -81,12 +81,14 @@ def kind_of(name: str) -> Kind:
 def relevant(stage: Stage, key: StepKey) -> StepKey:
     """Return the part of the key that a stage depends on, so that equal parts share one trace."""
     rule = key.rule if key.sampled else "ratio"  # greedy slots are judged alike under every rule
+    key = replace(key, part="whole")
     if stage == "accept":
         return replace(key, rule=rule)
     if stage == "draft":
         return replace(key, rule=rule, families=("temperature",) if key.sampled else (), extras=())
     # What verify and commit read does not depend on how drafts are drawn and judged.
-    return replace(key, rule="ratio", families=(), extras=())
+    extras = tuple(e for e in key.extras if e == "hidden") if stage == "verify" else ()
+    return replace(key, rule="ratio", families=(), extras=extras)
 
 
 def assemble(
@@ -108,13 +110,20 @@ def assemble(
 
 
 def stitch(stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
-    """Return a graph of four calls, one per stage, wired by the names of values."""
+    """Return a graph of one call per stage of the key's part, wired by the names of values.
+
+    A value that no stage of the part makes becomes an input that the host hands over; what later parts read is output.
+    """
+    stages = [s for s in stages if s.name in key.stages]
+    made = {name for stage in stages for name in stage.outputs}
     root = nn.Module()
     graph = fx.Graph()
     known: dict[str, fx.Node] = {}
     for stage in stages:
         for node in stage.graph.find_nodes(op="placeholder"):
             given = node.meta["input"]
+            if given.kind == "value" and given.name not in made:
+                given = replace(given, kind="host")
             if given.name not in known and given.kind != "value":
                 placeholder = graph.placeholder(given.name.replace(".", "_"))
                 placeholder.meta = {"input": given, "val": node.meta["val"]}
@@ -132,11 +141,12 @@ def stitch(stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
             picked = graph.call_function(operator.getitem, (call, index))
             picked.meta = {"val": values[index], "stage": stage.name}
             known[name] = picked
-            if "." not in name or name == "draft.confidence":
+            if "." not in name or name == "draft.confidence" or key.part == "verify":
                 outputs.append(name)
     graph.output([known[n] for n in outputs]).meta["val"] = None
     gm = fx.GraphModule(root, graph)
-    return StepGraph(gm, (), tuple(outputs), name=f"step_k{key.block}_p{key.feed}").sync()
+    suffix = "" if key.part == "whole" else f"_{key.part}"
+    return StepGraph(gm, (), tuple(outputs), name=f"step_k{key.block}_p{key.feed}{suffix}").sync()
 
 
 def stage_inputs(

@@ -12,15 +12,17 @@ from torch import Tensor
 from specc.contracts import ACCEPT_RULES, AcceptRule
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.models.generation import GLOBAL_DEFAULTS, eos_ids, merge_generation, pad_id
+from specc.runtime.host_accept import OwnRules, read_processors
 from specc.runtime.scheduler import Request
 from specc.sampling import WARPERS, bind_all
+from specc.sampling.constraint import Constraint
 from specc.step import MAX_EOS
 
 _SETTINGS = frozenset(warper.name for warper in WARPERS)
 _OWN = frozenset({
     "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "bos_token_id",
     "num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states",
-    "stop_strings", "use_cache",
+    "stop_strings", "use_cache", "logits_processor", "constraint",
 })  # fmt: skip
 # Settings of transformers that change nothing here, at whatever value: how its own caches and loops run.
 _IGNORED = frozenset({
@@ -78,12 +80,17 @@ def read_arguments(
     do_sample = bool(settings.get("do_sample"))
     ids = [row for row in rows for _ in range(copies)]
     seeds = _seeds(seed, len(ids))
+    processors = read_processors(settings.get("logits_processor"), settings)
+    constraints = _constraints(settings.get("constraint"), len(ids))
     requests = []
     for index, (row, its_seed) in enumerate(zip(ids, seeds, strict=True)):
         limit = _limit(settings, row.shape[0], capacity)
         columns, families = bind_all(warp, vocab=vocab, eos=eos, do_sample=do_sample)
         requests.append(
-            Request(row, limit, eos, its_seed, settings=columns, families=families, rule=accept, key=index)
+            Request(
+                row, limit, eos, its_seed, settings=columns, families=families, rule=accept, key=index,
+                own=OwnRules(processors, constraints[index]),
+            )
         )
     pad = pad_id(settings)
     extras = tuple(
@@ -160,6 +167,18 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
     if len(seeds) != count or not all(isinstance(s, int) and not isinstance(s, bool) for s in seeds):
         raise InputError("seed", seed, f"{count} whole numbers, one per sequence")
     return [(s + 2**63) % 2**64 - 2**63 for s in seeds]
+
+
+def _constraints(given: Any, count: int) -> list[Constraint | None]:
+    """Return a constraint, or none, per sequence: a constraint has a state, so sequences cannot share one."""
+    listed = [None] * count if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for item in listed:
+        if item is not None and not isinstance(item, Constraint):
+            raise InputError("constraint", type(item).__name__, "objects with mask(), advance(token), rollback(count)")
+    different = {id(item) for item in listed if item is not None}
+    if len(listed) != count or len(different) + listed.count(None) != count:
+        raise InputError("constraint", f"{len(listed)} given", f"{count} different ones, one per sequence (or None)")
+    return listed
 
 
 def _refuse_others(settings: Mapping[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from specc.runtime.scheduler import Progress, Request, Scheduler
 from specc.runtime.stats import Stats
 from specc.runtime.stopping import StopStrings
 from specc.runtime.weights import WeightWatch
+from specc.sampling import join
 
 
 class Compiled:
@@ -93,6 +96,8 @@ class Compiled:
                 raise InputError("streamer", f"{len(arguments.requests)} sequences", "one sequence at a time")
         tokenizer = tokenizer if tokenizer is not None else self.tokenizer
         stops = StopStrings(arguments.stop_strings, tokenizer) if arguments.stop_strings else None
+        for request in arguments.requests:
+            request.own = replace(request.own, stops=stops)
         with self._lock:
             self._watch.check()
             out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
@@ -119,6 +124,7 @@ class Compiled:
                     request = arguments.requests[0]
                     request.key = number
                     stops = StopStrings(arguments.stop_strings, self.tokenizer) if arguments.stop_strings else None
+                    request.own = replace(request.own, stops=stops)
                     held[number] = (name, stops, [])
                     if request.limit > request.ids.shape[0]:
                         yield request
@@ -156,6 +162,41 @@ class Compiled:
         limit = min(3 + 2 * (self.block + 1), self.engine.capacity)
         self.generate(torch.zeros(1, 1, dtype=torch.int64), max_length=limit, eos_token_id=None, seed=0, **settings)
         return self.engine.compiles[before:]
+
+    def save(self, path: str | Path, *, native: bool = False, force: bool = False) -> None:
+        """Write one self-contained package that `specc.load` runs without transformers and without tracing.
+
+        It holds the stages as graphs, the weights once, the tokenizer, the generation defaults and the tuning record.
+        Writing is atomic and reproducible.
+
+        Args:
+            path: the file, usually ``NAME.specc``.
+            native: also store native code for this device.
+            force: replace a file that is there.
+
+        Raises:
+            InputError: a file is there, or its folder is not.
+            UnsupportedError: a package cannot hold this; says what.
+        """
+        from specc.artifact.save import Content, save  # heavy, and rarely needed
+
+        with self._lock:
+            self._watch.check()
+            content = Content(
+                self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
+                self.engine.feed, self._usual_families(), self.tokenizer, self.generation_defaults, self.record,
+            )
+            save(content, Path(path), native=native, force=force)
+
+    def _usual_families(self) -> tuple[tuple[str, ...], ...]:
+        """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
+        families = []
+        for do_sample in (False, True):
+            arguments = self._one({"input_ids": torch.zeros(1, 1, dtype=torch.int64), "do_sample": do_sample, "seed": 0})
+            families.append(arguments.requests[0].families)
+        greedy, sampled = families
+        wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
+        return tuple(dict.fromkeys(f for f in wanted if f))
 
     def _one(self, given: dict[str, Any]) -> Arguments:
         arguments = read_arguments(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specc.contracts import Backend, TensorSpec
 from specc.errors import InputError
+from specc.runtime.host_accept import OwnRules, judge
 from specc.runtime.state import StepState, allocate
 from specc.sampling import fit, settings_columns
 from specc.step import MAX_EOS, RECORD, StepKey
@@ -62,6 +63,7 @@ class Engine:
         self._values: dict[int, Mapping[str, Tensor]] = {}
         self.compiles: list[str] = []
         self.outputs: dict[str, Tensor] = {}
+        self._handed: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     @property
     def slots(self) -> int:
@@ -78,13 +80,24 @@ class Engine:
             built = self.builder.step(key)
             call = self.backend.build(built.graph)
             tensors = self.state.named() | self.builder.weights | self._settings(key.families)
+            for node in built.graph.graph.find_nodes(op="placeholder"):
+                if node.meta["input"].name not in tensors and node.meta["input"].kind == "host":
+                    tensors[node.meta["input"].name] = self._hand(node.meta["input"].name, node.meta["val"])
             inputs = [tensors[i.storage if i.kind == "weight" else i.name] for i in built.graph.inputs]
             self._runners[key] = _Runner(built, call, inputs)
             what = f"block {key.block}, feed {key.feed}, {'sampled' if key.sampled else 'greedy'}"
             what += f", {'+'.join(key.families)}" if key.families else ""
+            what += f", {key.part} part" if key.part != "whole" else ""
             self.compiles.append(what)
             logger.info("compiled step (%s) on %s: %.1f s", what, self.backend.name, time.perf_counter() - begin)
         return self._runners[key]
+
+    def _hand(self, name: str, like: Tensor) -> Tensor:
+        """Return the tensor through which the host hands a value to a commit part, allocated once per shape."""
+        place = (name, tuple(like.shape))
+        if place not in self._handed:
+            self._handed[place] = torch.zeros(like.shape, dtype=like.dtype, device=self.builder.device)
+        return self._handed[place]
 
     def _settings(self, families: Sequence[str]) -> dict[str, Tensor]:
         """Return the settings tensors of ``families``, allocated once per name and shape."""
@@ -167,14 +180,37 @@ class Engine:
         self.state.feed["slot"].copy_(torch.tensor([r[0] for r in rows] + [0] * pad))
         self.state.feed["position"].copy_(torch.tensor([r[1] for r in rows] + [-1] * pad))
 
-    def step(self, key: StepKey) -> list[SlotRecord]:
-        """Run one step and return what it did to every slot."""
-        runner = self.runner(key)
-        values = runner.call(*runner.inputs)
-        self.outputs = dict(zip(runner.built.graph.outputs, values, strict=True))
+    def step(self, key: StepKey, rules: Mapping[int, OwnRules] | None = None) -> list[SlotRecord]:
+        """Run one step and return what it did to every slot.
+
+        Args:
+            key: which step.
+            rules: what the host has to apply to some slots; the step then runs in two parts around it.
+        """
+        if rules:
+            self.outputs = self._step_by_host(key, rules)
+        else:
+            self.outputs = self._run(key)
         records = []
         for row in self.outputs["record"].tolist():
             count, accepted, drafted, finish, fault = row[: len(RECORD)]
             tokens = tuple(row[len(RECORD) : len(RECORD) + count])
             records.append(SlotRecord(tokens, accepted, drafted, finish, bool(fault)))
         return records
+
+    def _run(self, key: StepKey) -> dict[str, Tensor]:
+        runner = self.runner(key)
+        return dict(zip(runner.built.graph.outputs, runner.call(*runner.inputs), strict=True))
+
+    @torch.no_grad()
+    def _step_by_host(self, key: StepKey, rules: Mapping[int, OwnRules]) -> dict[str, Tensor]:
+        verify, commit = key.halves()
+        made = self._run(verify)
+        given = self.state.named() | self._settings(key.families) | made
+        made |= judge(given, key, self.builder.shape, rules)
+        runner = self.runner(commit)
+        for item, tensor in zip(runner.built.graph.inputs, runner.inputs, strict=True):
+            if item.name in made:
+                tensor.copy_(made[item.name])
+        runner.call(*runner.inputs)
+        return made

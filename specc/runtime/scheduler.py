@@ -17,6 +17,7 @@ from torch import Tensor
 from specc.contracts import AcceptRule
 from specc.errors import UnsupportedError
 from specc.runtime.engine import Engine, SlotRecord
+from specc.runtime.host_accept import OwnRules
 from specc.runtime.stats import Stats
 from specc.sampling import join
 from specc.step import RUNNING, STOP, StepKey
@@ -36,6 +37,7 @@ class Request:
     settings: Mapping[str, Tensor] = field(default_factory=dict)
     families: tuple[str, ...] = ()
     rule: AcceptRule = "ratio"
+    own: OwnRules = OwnRules()
     block: int | None = None  # None = the compiled block
     key: object = None
 
@@ -134,7 +136,8 @@ class Scheduler:
             for slot in ready:
                 self._slots[slot].running = True
         begin = time.perf_counter()
-        records = self.engine.step(key)
+        rules = {i: s.request.own for i, s in self._slots.items() if s.running and s.request.own.needs_host}
+        records = self.engine.step(key, rules)
         stats.device_steps += 1
         if filling:
             stats.prefill_steps += 1
