@@ -1,7 +1,7 @@
 """A compiler for speculative decoding: draft, verify, accept and commit as one graph.
 
 Importing this package is light: no torch, no transformers, no environment read. The names below are
-looked up in `specc.api` when they are first used.
+looked up when they are first used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specc.errors import (
 
 if TYPE_CHECKING:
     from specc.api import Compiled, Generation, bench, compile
+    from specc.loading import load
 
 __version__ = "0.1.0"
 
@@ -34,15 +35,20 @@ __all__ = [
     "UnsupportedError",
     "bench",
     "compile",
+    "load",
 ]
 
 # No module or folder of specc may have one of these names: importing it would replace the attribute.
-LAZY = ("Compiled", "Generation", "bench", "compile")
+# `load` lives apart from the rest: running a package imports nothing that compiling needs.
+LAZY = {
+    "Compiled": "specc.api", "Generation": "specc.api", "bench": "specc.api", "compile": "specc.api",
+    "load": "specc.loading",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in LAZY:
-        return getattr(import_module("specc.api"), name)
+        return getattr(import_module(LAZY[name]), name)
     raise AttributeError(f"module 'specc' has no attribute {name!r}")
 
 

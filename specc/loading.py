@@ -1,0 +1,137 @@
+"""Load packages: the public entry that needs neither transformers nor the code that traces models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specc.artifact.manifest import Manifest
+from specc.artifact.package import open_package, read_summary
+from specc.backends import choose
+from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
+from specc.device import resolve_device
+from specc.errors import ArtifactError, UnsupportedError
+from specc.methods import METHODS
+from specc.runtime.compiled import Compiled
+from specc.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = ".specc"  # what the command line recognises a package by
+
+
+def load(
+    path: str | Path, *, device: torch.device | str | None = None, backend: str = "auto", native_only: bool = False,
+    sha256: str | None = None,
+) -> Compiled:
+    """Load a package that `Compiled.save` wrote.
+
+    Args:
+        path: the file.
+        device: where to run; None = the current GPU where there is one, else the CPU.
+        backend: as `specc.compile` takes it; the portable graphs are lowered by it.
+        native_only: refuse a package without native code for this device, rather than lower its graphs here.
+        sha256: the sum that the whole file must have; it pins what you load to what you trust.
+
+    Raises:
+        ArtifactError: the file is wrong or does not fit this machine; nothing of it was executed.
+        InputError, UnknownNameError, UnsupportedError: the device or the backend cannot be used.
+    """
+    file = Path(path)
+    place = resolve_device(device)
+    runner, why = choose(backend, place)
+    if native_only:
+        raise ArtifactError(file, "native", "none: this version of specc writes portable packages", "native code")
+    package = open_package(file, place, sha256=sha256)
+    manifest = package.manifest
+    logger.info("%s: method %s, block %d, backend %s (%s)", file.name, manifest.method, manifest.block, runner.name, why)
+    engine = Engine(package, runner, manifest.feed)
+    method = METHODS.get(manifest.method) or PackagedMethod(manifest.method, manifest.default_block, manifest.taps)
+    return Compiled(
+        engine, method, manifest.block, manifest.accept, info=manifest.model, tokenizer=package.tokenizer,
+        generation=manifest.generation, record=manifest.record,
+    )
+
+
+@dataclass(frozen=True)
+class PackagedMethod:
+    """A user's own method, known by what a package says of it; its stages are graphs in the package."""
+
+    name: str
+    default_block: int
+    packaged_taps: tuple[int, ...]
+    needs_drafter: bool = False
+    history: int = 0
+
+    def reject(self, target: ModelInfo, drafter: DrafterInfo | None, block: int) -> tuple[str, ...]:
+        return (f"method {self.name!r} is known from a package only",)
+
+    def blocks(self, drafter: DrafterInfo | None) -> int | None:
+        return None
+
+    def taps(self, target: ModelInfo, drafter: DrafterInfo | None) -> tuple[int, ...]:
+        return self.packaged_taps
+
+    def state(self, target: ModelInfo, drafter: Any, slots: int, capacity: int) -> Mapping[str, TensorSpec]:
+        raise self._unknown()
+
+    def draft(self, context: MethodContext) -> Draft:
+        raise self._unknown()
+
+    def observe(self, context: MethodContext, rows: Rows) -> None:
+        raise self._unknown()
+
+    def _unknown(self) -> UnsupportedError:
+        return UnsupportedError(f"method {self.name!r} cannot be traced", ["only its graphs are here, in a package"])
+
+
+@dataclass(frozen=True)
+class PackageSummary:
+    """What a package is, read without its weights."""
+
+    path: str
+    manifest: Manifest
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary for JSON and for tables."""
+        held = self.manifest
+        files = {name: info.size_bytes for name, info in sorted(held.files.items())}
+        return {
+            "path": self.path, "specc": held.specc, "torch": held.torch, "saved on": asdict(held.made_on),
+            "model": held.model.name, "model type": held.model.model_type, "dtype": str(held.model.dtype),
+            "method": held.method, "block": held.block, "accept": held.accept, "taps": list(held.taps),
+            "drafter": None if held.drafter is None else f"{held.drafter.name} ({held.drafter.layout})",
+            "slots": held.shape.slots, "max length": held.shape.capacity, "feed": held.feed,
+            "settings": ["greedy", *("+".join(f) for f in held.families)],
+            "tokenizer": any(n.startswith("tokenizer/") for n in files), "native": None,
+            "generation": dict(held.generation), "record": held.record,
+            "memory": {"weights": held.weight_bytes, "state": held.state_bytes},
+            "stages": [
+                {"stage": e.stage, "block": e.key.block, "feed": e.key.feed, "rule": e.key.rule,
+                 "settings": "+".join(e.key.families) or "greedy", "file": e.file}
+                for e in held.stages
+            ],
+            "files": [{"file": n, "bytes": s, "sha256": held.files[n].sha256} for n, s in files.items()],
+        }  # fmt: skip
+
+
+def describe_package(path: str | Path) -> PackageSummary:
+    """Return what a package is, checked but for the sum of its weights, which are not read.
+
+    Raises:
+        ArtifactError: the file is wrong.
+    """
+    return PackageSummary(str(path), read_summary(Path(path)))
+
+
+def is_package(path: str | Path) -> bool:
+    """Whether the command line takes a name for a package's."""
+    return str(path).endswith(SUFFIX)
+
+
+_: type[Method] = PackagedMethod  # mypy checks that it keeps the protocol
