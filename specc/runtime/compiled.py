@@ -23,6 +23,7 @@ from specc.runtime.stats import Stats
 from specc.runtime.stopping import StopStrings
 from specc.runtime.weights import WeightWatch
 from specc.sampling import join
+from specc.sampling import join
 
 
 class Compiled:
@@ -181,6 +182,41 @@ class Compiled:
         from specc.artifact.save import Content, save  # heavy, and rarely needed
 
         with self._lock:
+            self._watch.check()
+            content = Content(
+                self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
+                self.engine.feed, self._usual_families(), self.tokenizer, self.generation_defaults, self.record,
+            )
+            save(content, Path(path), native=native, force=force)
+
+    def _usual_families(self) -> tuple[tuple[str, ...], ...]:
+        """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
+        families = []
+        for do_sample in (False, True):
+            arguments = self._one({"input_ids": torch.zeros(1, 1, dtype=torch.int64), "do_sample": do_sample, "seed": 0})
+            families.append(arguments.requests[0].families)
+        greedy, sampled = families
+        wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
+        return tuple(dict.fromkeys(f for f in wanted if f))
+
+    def save(self, path: str | Path, *, native: bool = False, force: bool = False) -> None:
+        """Write one self-contained package that `specc.load` runs without transformers and without tracing.
+
+        It holds the stages as graphs, the weights once, the tokenizer, the generation defaults and the tuning record.
+        Writing is atomic and reproducible.
+
+        Args:
+            path: the file, usually ``NAME.specc``.
+            native: also store native code for this device.
+            force: replace a file that is there.
+
+        Raises:
+            InputError: a file is there, or its folder is not.
+            UnsupportedError: a package cannot hold this; says what.
+        """
+        from specc.artifact.save import Content, save  # heavy, and rarely needed
+
+        with self._alone():
             self._watch.check()
             content = Content(
                 self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
