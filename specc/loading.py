@@ -26,7 +26,11 @@ SUFFIX = ".specc"  # what the command line recognises a package by
 
 
 def load(
-    path: str | Path, *, device: torch.device | str | None = None, backend: str = "auto", native_only: bool = False,
+    path: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    native_only: bool = False,
     sha256: str | None = None,
 ) -> Compiled:
     """Load a package that `Compiled.save` wrote.
@@ -46,15 +50,32 @@ def load(
     place = resolve_device(device)
     runner, why = choose(backend, place)
     if native_only:
-        raise ArtifactError(file, "native", "none: this version of specc writes portable packages", "native code")
+        raise ArtifactError(
+            file, "native", "none: this version of specc writes portable packages", "native code"
+        )
     package = open_package(file, place, sha256=sha256)
     manifest = package.manifest
-    logger.info("%s: method %s, block %d, backend %s (%s)", file.name, manifest.method, manifest.block, runner.name, why)
+    logger.info(
+        "%s: method %s, block %d, backend %s (%s)",
+        file.name,
+        manifest.method,
+        manifest.block,
+        runner.name,
+        why,
+    )
     engine = Engine(package, runner, manifest.feed)
-    method = METHODS.get(manifest.method) or PackagedMethod(manifest.method, manifest.default_block, manifest.taps)
+    method = METHODS.get(manifest.method) or PackagedMethod(
+        manifest.method, manifest.default_block, manifest.taps
+    )
     return Compiled(
-        engine, method, manifest.block, manifest.accept, info=manifest.model, tokenizer=package.tokenizer,
-        generation=manifest.generation, record=manifest.record,
+        engine,
+        method,
+        manifest.block,
+        manifest.accept,
+        info=manifest.model,
+        tokenizer=package.tokenizer,
+        generation=manifest.generation,
+        record=manifest.record,
     )
 
 
@@ -87,7 +108,9 @@ class PackagedMethod:
         raise self._unknown()
 
     def _unknown(self) -> UnsupportedError:
-        return UnsupportedError(f"method {self.name!r} cannot be traced", ["only its graphs are here, in a package"])
+        return UnsupportedError(
+            f"method {self.name!r} cannot be traced", ["only its graphs are here, in a package"]
+        )
 
 
 @dataclass(frozen=True)

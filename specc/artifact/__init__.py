@@ -1,1 +1,1 @@
-"""The compiled package: one file that holds a compiled step, its weights and its tokenizer, and loads anywhere."""
+"""The compiled package: one file with a compiled step, its weights and its tokenizer."""

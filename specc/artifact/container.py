@@ -1,9 +1,10 @@
 """The file of a package: a zip archive of one canonical layout, written as a stream and read strictly.
 
-Any unzip program can list and extract it. The reader accepts nothing but what the writer makes: entries one after
-the other, stored and never compressed, no comments, fixed dates, contents aligned for memory mapping. It rebuilds
-every header from names, sizes and checksums and compares, so no byte between the contents is free to differ, and
-archives with links, duplicate names, paths that climb out, or more content than their size, cannot be expressed.
+Any unzip program can list and extract it. The reader accepts nothing but what the writer makes: entries one
+after the other, stored and never compressed, no comments, fixed dates, contents aligned for memory mapping.
+It rebuilds every header from names, sizes and checksums and compares, so no byte between the contents is
+free to differ, and archives with links, duplicate names, paths that climb out, or more content than their
+size, cannot be expressed.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ def _central(entry: Entry) -> bytes:
 
 
 def _end(count: int, size: int, begin: int) -> bytes:
-    end64 = _END64.pack(
-        b"PK\x06\x06", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin
-    )
+    end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, begin)
     locator = _LOCATOR.pack(b"PK\x06\x07", 0, begin + size, 1)
     return end64 + locator + _END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, _IN_EXTRA, _IN_EXTRA, 0)
 
@@ -112,7 +111,8 @@ class ContainerWriter:
 class Container:
     """A package file, mapped into memory; its structure was checked, its contents were not.
 
-    The mapping is private: writing to a tensor on it changes this process's copy of the page and not the file.
+    The mapping is private: writing to a tensor on it changes this process's copy of the page and not the
+    file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,7 +183,13 @@ class Container:
             if len(directory) - at < _CENTRAL.size or directory[at : at + 4] != b"PK\x01\x02":
                 raise self._fault("directory", f"no entry at byte {at}", "an entry")
             values = _CENTRAL.unpack_from(directory, at)
-            flags, method, crc, name_length, extra_length = values[3], values[4], values[7], values[10], values[11]
+            flags, method, crc, name_length, extra_length = (
+                values[3],
+                values[4],
+                values[7],
+                values[10],
+                values[11],
+            )
             attributes = values[15]
             raw = directory[at + _CENTRAL.size : at + _CENTRAL.size + name_length]
             name = raw.decode("ascii", "backslashreplace")
@@ -209,7 +215,9 @@ class Container:
         if method or flags:
             raise self._fault(f"entry {name}", f"compression {method}, flags {flags}", "stored as it is")
         if attributes:
-            raise self._fault(f"entry {name}", f"attributes {attributes:#x}, such as a link's", "a plain file")
+            raise self._fault(
+                f"entry {name}", f"attributes {attributes:#x}, such as a link's", "a plain file"
+            )
 
     def _place(self, entry: Entry, position: int) -> Entry:
         """Return the entry with its content's offset; its header must stand where the one before ends."""
@@ -218,7 +226,9 @@ class Container:
         head = _local(entry)
         offset = position + len(head)
         if entry.size > len(self.map) - offset:
-            raise self._fault(f"entry {entry.name}", f"{entry.size} bytes", f"{len(self.map) - offset} at most")
+            raise self._fault(
+                f"entry {entry.name}", f"{entry.size} bytes", f"{len(self.map) - offset} at most"
+            )
         if self.map[position:offset] != head:
             raise self._fault(f"entry {entry.name}", "changed bytes in its header", "what the directory says")
         return Entry(entry.name, entry.begin, offset, entry.size, entry.crc)

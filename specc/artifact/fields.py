@@ -1,4 +1,4 @@
-"""Read JSON that may hold anything: every value is asked for with its type and limits, and nothing is left over."""
+"""Read JSON that may hold anything: every value is asked for with its type, and nothing is left over."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Write stage graphs as JSON and read them back: the same graph gives the same bytes, and nothing is trusted.
 
-A graph is its named inputs with their specs, then calls of allowed operators, then its outputs. Only inputs and
-outputs have specs in the file: those of other values are found by running the operators on fake tensors, when a graph
-is first used, which also checks their arguments. No stack traces, no paths, no Python.
+A graph is its named inputs with their specs, then calls of allowed operators, then its outputs. Only inputs
+and outputs have specs in the file: those of other values are found by running the operators on fake
+tensors, when a graph is first used, which also checks their arguments. No stack traces, no paths, no
+Python.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def write_graph(graph: StepGraph, device: torch.device) -> dict[str, Any]:
             name = name_of(node.target)
             if name is None:
                 raise UnsupportedError(
-                    "a package cannot hold this step", [f"it calls {node.target}, which packages do not allow"]
+                    "a package cannot hold this step",
+                    [f"it calls {node.target}, which packages do not allow"],
                 )
             call: list[Any] = [operators.setdefault(name, len(operators))]
             call.append([_write(a, number, device) for a in node.args])
@@ -72,9 +74,15 @@ def write_graph(graph: StepGraph, device: torch.device) -> dict[str, Any]:
         elif node.op != "output":
             raise InvariantError("a stage holds only operator calls", node)
     outputs = []
-    for name, made in zip(graph.outputs, graph.output_node().args[0], strict=True):
+    for name, made in zip(graph.outputs, cast("list[fx.Node]", graph.output_node().args[0]), strict=True):
         outputs.append({"name": name, "node": number[made], **write_spec(spec_of(made.meta["val"]))})
-    return {"stage": graph.name, "operators": list(operators), "inputs": inputs, "nodes": nodes, "outputs": outputs}
+    return {
+        "stage": graph.name,
+        "operators": list(operators),
+        "inputs": inputs,
+        "nodes": nodes,
+        "outputs": outputs,
+    }
 
 
 def _write(value: Any, number: Mapping[fx.Node, int], device: torch.device) -> Any:
@@ -136,7 +144,9 @@ class StoredGraph:
                 node.meta = {"input": given, "val": torch.empty(spec.shape, dtype=spec.dtype, device=device)}
                 made.append(node)
             for target, arguments, keywords in self.calls:
-                made.append(self._call(graph, target, _bind(arguments, made, device), _bind(keywords, made, device)))
+                made.append(
+                    self._call(graph, target, _bind(arguments, made, device), _bind(keywords, made, device))
+                )
         for name, index, spec in self.outputs:
             value = made[index].meta["val"]
             found = spec_text(spec_of(value)) if isinstance(value, Tensor) else type(value).__name__
@@ -148,22 +158,31 @@ class StoredGraph:
         try:
             check_always(step)
         except (InvariantError, RuntimeError) as error:
-            raise ArtifactError(self.path, f"{self.name}.nodes", str(error), "a graph that keeps the rules") from error
+            raise ArtifactError(
+                self.path, f"{self.name}.nodes", str(error), "a graph that keeps the rules"
+            ) from error
         return step
 
     def _call(self, graph: fx.Graph, target: Any, arguments: Any, keywords: Any) -> fx.Node:
         fakes = fx.map_arg((arguments, keywords), lambda n: n.meta["val"])
         try:
-            if target is operator.getitem and not isinstance(fakes[0][0], list | tuple):
-                raise TypeError("only an operator's list of results has items")
-            value = target(*fakes[0], **fakes[1])
+            value = _item(*fakes[0]) if target is operator.getitem else target(*fakes[0], **fakes[1])
         except Exception as error:
             # Whatever an operator says about wrong arguments is a fault of the file.
             found = f"{target}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise ArtifactError(self.path, f"{self.name}.nodes", found[:300], "arguments that it takes") from error
+            raise ArtifactError(
+                self.path, f"{self.name}.nodes", found[:300], "arguments that it takes"
+            ) from error
         node = graph.call_function(target, tuple(arguments), keywords)
         node.meta = {"val": value, "stage": self.stage}
         return node
+
+
+def _item(values: Any, index: Any) -> Any:
+    """Return one of an operator's results: in graphs, ``getitem`` means nothing else."""
+    if not isinstance(values, list | tuple) or type(index) is not int:
+        raise TypeError("only an operator's list of results has items")
+    return values[index]
 
 
 def _bind(value: Any, made: Sequence[fx.Node], device: torch.device) -> Any:
@@ -193,15 +212,18 @@ def read_graph(fields: Fields, allowed: Allowed) -> StoredGraph:
     total = len(inputs) + len(items)
     if total > MAX_NODES:
         raise fields.fault("nodes", total, f"at most {MAX_NODES}")
-    calls = tuple(_read_call(fields, item, operators, len(inputs) + index) for index, item in enumerate(items))
-    outputs = []
-    for item in fields.objects("outputs"):
-        outputs.append((item.text("name"), item.whole("node", 0, total - 1), read_spec(item)))
+    calls = tuple(
+        _read_call(fields, item, operators, len(inputs) + index) for index, item in enumerate(items)
+    )
+    outputs = tuple(
+        (item.text("name"), item.whole("node", 0, total - 1), read_spec(item))
+        for item in fields.objects("outputs")
+    )
     fields.done()
     names = [name for name, _, _ in outputs]
     if len(set(names)) != len(names):
         raise fields.fault("outputs", names, "every name once")
-    return StoredGraph(fields.path, fields.name, stage, inputs, calls, tuple(outputs))
+    return StoredGraph(fields.path, fields.name, stage, inputs, calls, outputs)
 
 
 def _operator(fields: Fields, name: str) -> Any:
@@ -223,9 +245,13 @@ def _input(item: Fields, allowed: Allowed) -> tuple[Input, TensorSpec]:
 
 def _read_call(fields: Fields, call: Any, operators: Sequence[Any], number: int) -> tuple[Any, Any, Any]:
     """Return one call; ``number`` is its own, so its arguments stand before it."""
-    is_call = isinstance(call, list) and len(call) in (2, 3) and type(call[0]) is int and isinstance(call[1], list)
+    is_call = (
+        isinstance(call, list) and len(call) in (2, 3) and type(call[0]) is int and isinstance(call[1], list)
+    )
     if not is_call or not 0 <= call[0] < len(operators):
-        raise fields.fault("nodes", repr(call)[:200], "an operator's index, its arguments, its named arguments")
+        raise fields.fault(
+            "nodes", repr(call)[:200], "an operator's index, its arguments, its named arguments"
+        )
     named = call[2] if len(call) == 3 else {}
     if not isinstance(named, dict) or not all(n.isidentifier() for n in named):
         raise fields.fault("nodes", repr(named)[:200], "named arguments")

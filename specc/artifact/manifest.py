@@ -55,11 +55,10 @@ class Manifest:
     """Everything about a package but the contents of its files.
 
     Attributes:
-        specc, torch: versions that saved it, without local parts.
-        feed: prompt rows per filling step.
-        families: the settings families whose accept stage is in the package; others are traced when first used.
-        record: the TuneRecord that chose the block, as JSON, or None.
-        native: what native code it holds; None in this version.
+        specc, torch: versions that saved it, without local parts. feed: prompt rows per filling step.
+        families: the settings families whose accept stage is in the package; others are traced when first
+        used. record: the TuneRecord that chose the block, as JSON, or None. native: what native code it
+        holds; None in this version.
     """
 
     specc: str
@@ -160,7 +159,8 @@ def read_versions(document: Fields) -> tuple[str, str]:
     installed = _parts(base_version(torch.__version__))
     if _parts(saved_torch)[:1] != installed[:1] or _parts(saved_torch)[:2] > installed[:2]:
         raise document.fault(
-            "torch", f"{saved_torch}, by which the package was saved",
+            "torch",
+            f"{saved_torch}, by which the package was saved",
             f"at most the installed {base_version(torch.__version__)}",
         )
     return saved, saved_torch
@@ -181,24 +181,35 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
     place.done()
     size = document.inner("shape")
     switch = size.whole("switch") if size.optional("switch") else None
-    shape = Shape(size.whole("slots", 1, 1 << 16), size.whole("capacity", 2, 1 << 24), size.whole("vocab", 1), switch)
+    shape = Shape(
+        size.whole("slots", 1, 1 << 16), size.whole("capacity", 2, 1 << 24), size.whole("vocab", 1), switch
+    )
     size.done()
     drafter = _read_drafter(document.inner("drafter")) if document.optional("drafter") else None
     record = document.mapping("record") if document.optional("record") else None
     if document.optional("native"):
         raise document.fault("native", "native code", "none: this version cannot load it")
     manifest = Manifest(
-        specc=versions[0], torch=versions[1], made_on=saved_on, method=document.text("method"),
-        default_block=document.whole("default_block", 0, 1 << 16), block=document.whole("block", 0, 1 << 16),
+        specc=versions[0],
+        torch=versions[1],
+        made_on=saved_on,
+        method=document.text("method"),
+        default_block=document.whole("default_block", 0, 1 << 16),
+        block=document.whole("block", 0, 1 << 16),
         accept=cast("AcceptRule", document.text("accept", *ACCEPT_RULES)),
-        taps=document.wholes("taps"), shape=shape, feed=document.whole("feed", 1, 1 << 20),
-        model=_read_model(document.inner("model")), drafter=drafter,
+        taps=document.wholes("taps"),
+        shape=shape,
+        feed=document.whole("feed", 1, 1 << 20),
+        model=_read_model(document.inner("model")),
+        drafter=drafter,
         state=MappingProxyType({n: read_spec(f) for n, f in document.named("state")}),
         weights=MappingProxyType({n: read_spec(f) for n, f in document.named("weights")}),
         stages=tuple(_read_stage(f, files) for f in document.objects("stages")),
         families=tuple(_texts(document, f) for f in document.items("families")),
         passes=tuple(f.rest() for f in document.objects("passes")),
-        generation=MappingProxyType(document.mapping("generation")), record=record, files=files,
+        generation=MappingProxyType(document.mapping("generation")),
+        record=record,
+        files=files,
     )
     document.done()
     return manifest
@@ -216,16 +227,21 @@ def _read_stage(item: Fields, files: Mapping[str, FileInfo]) -> StageEntry:
     item.done()
     key.text("part", "whole")
     made = StepKey(
-        block=key.whole("block", 0, 1 << 16), feed=key.whole("feed", 0, 1 << 20),
+        block=key.whole("block", 0, 1 << 16),
+        feed=key.whole("feed", 0, 1 << 20),
         rule=cast("Any", key.text("rule", *_RULES)),
-        families=key.texts("families"), extras=key.texts("extras"),
+        families=key.texts("families"),
+        extras=key.texts("extras"),
     )
     key.done()
     return StageEntry(cast("Stage", stage), made, file)
 
 
 def _read_model(item: Fields) -> ModelInfo:
-    dtypes = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+    dtypes = {
+        str(d).removeprefix("torch."): d
+        for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    }
     info = ModelInfo(
         name=item.text("name"), model_type=item.text("model_type"), layers=item.whole("layers"),
         hidden=item.whole("hidden"), vocab=item.whole("vocab", 1),
@@ -244,8 +260,13 @@ def _read_drafter(item: Fields) -> DrafterInfo:
         for name in ("target_hidden", "target_vocab", "max_position", "block", "mask_token")
     }
     info = DrafterInfo(
-        name=item.text("name"), method=item.text("method"), layout=item.text("layout"), hidden=item.whole("hidden"),
-        vocab=item.whole("vocab"), taps=item.wholes("taps"), **numbers,
+        name=item.text("name"),
+        method=item.text("method"),
+        layout=item.text("layout"),
+        hidden=item.whole("hidden"),
+        vocab=item.whole("vocab"),
+        taps=item.wholes("taps"),
+        **numbers,
     )
     item.done()
     return info

@@ -1,7 +1,7 @@
 """Open a package: check it in a fixed order, then be a source of steps for an engine.
 
-Structure, format version, list and sums of files, versions, and only then contents. Nothing of a package is executed
-by opening it, and an error leaves nothing behind.
+Structure, format version, list and sums of files, versions, and only then contents. Nothing of a package is
+executed by opening it, and an error leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.artifact import manifest as manifests
@@ -104,16 +104,19 @@ class Package:
             graph = stored.build(self.device, self._mode)
             return graph if stage != "verify" or "hidden" in kept.extras else _without(graph, "hidden")
         if stage == "accept":
-            logger.info("tracing the accept stage of %s: the package does not hold it", "+".join(key.families))
+            logger.info(
+                "tracing the accept stage of %s: the package does not hold it", "+".join(key.families)
+            )
             return self._trace_accept(key)
         held = sorted({f"block {k.block}, feed {k.feed}" for s, k in self._stages if s == stage})
         raise UnsupportedError(
             f"this package cannot run the {stage} stage of block {key.block}, feed {key.feed}",
-            [f"it holds {'; '.join(held)}"], "Save the package with what is asked of it.",
+            [f"it holds {'; '.join(held)}"],
+            "Save the package with what is asked of it.",
         )
 
     def check(self) -> None:
-        """Build every stored graph, which loading leaves to its first use; ArtifactError when one does not work."""
+        """Build every stored graph, which loading leaves to its first use; ArtifactError if one fails."""
         for entry in self.manifest.stages:
             self.stage(entry.stage, entry.key)
 
@@ -126,7 +129,9 @@ class Package:
         tracer.mode = self._mode
         given = self.state() | setting_specs(self.shape, key.families)
         earlier = [self.stage("draft", key), self.stage("verify", key)]
-        return tracer.trace("accept", lambda v: accept_stage(v, key, self.shape), stage_inputs(given, {}, earlier))
+        return tracer.trace(
+            "accept", lambda v: accept_stage(v, key, self.shape), stage_inputs(given, {}, earlier)
+        )
 
 
 def open_package(path: Path, device: torch.device, *, sha256: str | None = None) -> Package:
@@ -160,7 +165,8 @@ def read_summary(path: Path) -> Manifest:
     """Return a package's manifest after checking everything but the sum of its weights, which are not read.
 
     Raises:
-        ArtifactError: something is wrong. Versions that cannot run here are not an error: the summary says them.
+        ArtifactError: something is wrong. Versions that cannot run here are not an error: the summary says
+        them.
     """
     _, document, files = _checked(path, sha256=None, skip=(WEIGHTS,))
     versions = document.text("specc"), document.text("torch")
@@ -170,7 +176,7 @@ def read_summary(path: Path) -> Manifest:
 def _checked(
     path: Path, *, sha256: str | None, skip: tuple[str, ...]
 ) -> tuple[Container, Fields, dict[str, FileInfo]]:
-    """Check structure, format version, and every file's size and sum; return the manifest, not yet read further."""
+    """Check structure, format version, every file's size and sum; return the manifest, not read further."""
     container = Container(path)
     if sha256 is not None:
         found = hashlib.sha256(container.map).hexdigest()
@@ -185,7 +191,13 @@ def _checked(
     present = set(container.entries) - {manifests.NAME}
     for name in sorted(set(files) | present | {WEIGHTS}):
         if name not in present or name not in files:
-            where = "in the package only" if name in present else "in the manifest only" if name in files else "nowhere"
+            where = (
+                "in the package only"
+                if name in present
+                else "in the manifest only"
+                if name in files
+                else "nowhere"
+            )
             raise ArtifactError(path, f"file {name}", where, "in the package and in its manifest")
     for name, info in sorted(files.items()):
         if container.entries[name].size != info.size_bytes:
@@ -205,7 +217,8 @@ def _say(manifest: Manifest, path: Path, device: torch.device) -> None:
     differs = [
         f"{what} {new}, saved with {old}"
         for what, new, old in (
-            ("device", here.name, saved.name), ("instruction set", here.capability, saved.capability),
+            ("device", here.name, saved.name),
+            ("instruction set", here.capability, saved.capability),
             ("torch", torch_here, manifest.torch),
         )
         if new != old
@@ -214,7 +227,9 @@ def _say(manifest: Manifest, path: Path, device: torch.device) -> None:
         logger.info("%s: %s: the portable graphs are lowered again here", path.name, "; ".join(differs))
 
 
-def _read_stages(path: Path, container: Container, manifest: Manifest) -> dict[tuple[Stage, StepKey], StoredGraph]:
+def _read_stages(
+    path: Path, container: Container, manifest: Manifest
+) -> dict[tuple[Stage, StepKey], StoredGraph]:
     """Read every graph, and check that the stages of each key fit together."""
     read: dict[str, StoredGraph] = {}
     stages: dict[tuple[Stage, StepKey], StoredGraph] = {}
@@ -231,11 +246,13 @@ def _read_stages(path: Path, container: Container, manifest: Manifest) -> dict[t
 
 
 def _allowed(path: Path, manifest: Manifest, key: StepKey) -> Callable[[Input], TensorSpec | None]:
-    """Return what spec each input of a step of ``key`` must have; None for inputs that the package does not have."""
+    """Return what spec each input of a step of ``key`` must have; None for inputs unknown to the package."""
     try:
         given = dict(manifest.state) | setting_specs(manifest.shape, key.families)
     except (SpeccError, ValueError) as error:
-        raise ArtifactError(path, "manifest.stages", str(error), "settings families of this version") from error
+        raise ArtifactError(
+            path, "manifest.stages", str(error), "settings families of this version"
+        ) from error
     if key.feed not in (0, manifest.feed):
         raise ArtifactError(path, "manifest.stages", f"feed {key.feed}", f"0 or {manifest.feed}")
     if key.feed:
@@ -253,7 +270,8 @@ def _allowed(path: Path, manifest: Manifest, key: StepKey) -> Callable[[Input], 
 
 def _without(graph: StepGraph, name: str) -> StepGraph:
     """Take an output out of a graph, and what only that needed."""
-    kept = [(n, v) for n, v in zip(graph.outputs, graph.output_node().args[0], strict=True) if n != name]
+    results = cast("list[fx.Node]", graph.output_node().args[0])
+    kept = [(n, v) for n, v in zip(graph.outputs, results, strict=True) if n != name]
     graph.output_node().args = ([v for _, v in kept],)
     graph.outputs = tuple(n for n, _ in kept)
     prune(graph.graph)
@@ -272,17 +290,22 @@ def _check_fit(
         made |= {name: spec for name, _, spec in earlier.outputs} if earlier is not None else {}
     for given, spec in graph.inputs:
         if given.kind == "value" and made.get(given.name) != spec:
-            expected = spec_text(made[given.name]) if given.name in made else "a value that an earlier stage makes"
+            expected = (
+                spec_text(made[given.name]) if given.name in made else "a value that an earlier stage makes"
+            )
             raise ArtifactError(graph.path, f"{entry.file}: {given.name}", spec_text(spec), expected)
     if entry.stage == "accept":
         record = TensorSpec((manifest.shape.slots, len(RECORD) + entry.key.block + 1), torch.int64)
         found = {name: spec for name, _, spec in graph.outputs}.get("record")
         if found != record:
             raise ArtifactError(
-                graph.path, f"{entry.file}: record", spec_text(found) if found else "nothing", spec_text(record)
+                graph.path,
+                f"{entry.file}: record",
+                spec_text(found) if found else "nothing",
+                spec_text(record),
             )
 
 
 def _stored(stage: Stage, key: StepKey) -> StepKey:
-    """Return the key under which a package holds a stage: verify always with the hidden states, which can go."""
+    """Return the key under which a package holds a stage: verify always gives hidden states, too."""
     return relevant(stage, replace(key, extras=("hidden",)) if stage == "verify" else key)

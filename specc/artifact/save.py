@@ -1,8 +1,9 @@
 """Save a compiled step as one file: stage graphs, weights once, tokenizer, settings, and a manifest.
 
-Stages, not whole steps: draft, verify and commit depend on little of a step's key, so a few graphs serve the whole
-family of steps, and they are stitched and rewritten at load by the code that does it after tracing. The accept stage
-needs no model, so what is stored of it is a head start: a new family of settings is traced when it is first used.
+Stages, not whole steps: draft, verify and commit depend on little of a step's key, so a few graphs serve
+the whole family of steps, and they are stitched and rewritten at load by the code that does it after
+tracing. The accept stage needs no model, so what is stored of it is a head start: a new family of settings
+is traced when it is first used.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Content:
 
 
 def save(content: Content, path: Path, *, native: bool = False, force: bool = False) -> None:
-    """Write a package beside ``path`` and rename it; whatever happens, ``path`` is the old file or the new one.
+    """Write a package beside ``path`` and rename it: ``path`` is the old file or the new one, whatever happens.
 
     Args:
         content: what to save.
@@ -74,7 +75,8 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     """
     if native:
         raise UnsupportedError(
-            "native=True", ["packages hold no native code yet: ahead-of-time units cannot call specc's operators"],
+            "native=True",
+            ["packages hold no native code yet: ahead-of-time units cannot call specc's operators"],
             "Leave it out: a portable package is compiled where it is loaded.",
         )
     if path.exists() and not force:
@@ -83,28 +85,28 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
         raise InputError("path", str(path), "a file in a folder that exists")
     graphs, entries = _stages(content)
     weights = _weights(content.source, [g for g, _ in graphs.values()])
-    files: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {}
-    for name, (_, text) in sorted(graphs.items()):
-        files[name] = lambda text=text: [text]
-    files[TEXT] = lambda: [_people(content, entries, graphs).encode()]
+    files: dict[str, Iterable[bytes | memoryview]] = {n: [text] for n, (_, text) in sorted(graphs.items())}
+    files[TEXT] = [_people(content, entries, graphs).encode()]
     if content.tokenizer is not None:
-        for name, data in sorted(write_tokenizer(content.tokenizer).items()):
-            files[name] = lambda data=data: [data]
-    files[WEIGHTS] = lambda: write_weights(weights)
+        files |= {n: [data] for n, data in sorted(write_tokenizer(content.tokenizer).items())}
+    files[WEIGHTS] = write_weights(weights)
     _write(path, files, lambda sums: _manifest(content, entries, weights, sums), force=force)
 
 
 def _write(
-    path: Path, files: Mapping[str, Callable[[], Iterable[bytes | memoryview]]],
-    manifest: Callable[[Mapping[str, FileInfo]], Manifest], *, force: bool,
+    path: Path,
+    files: Mapping[str, Iterable[bytes | memoryview]],
+    manifest: Callable[[Mapping[str, FileInfo]], Manifest],
+    *,
+    force: bool,
 ) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
             writer = ContainerWriter(file)
             sums: dict[str, FileInfo] = {}
-            for name, make in files.items():
-                writer.add(name, _summed(make(), sums, name))
+            for name, pieces in files.items():
+                writer.add(name, _summed(pieces, sums, name))
             document = plain(manifests.write_manifest(manifest(sums)))
             try:
                 text = write_json(document)
@@ -125,7 +127,9 @@ def _rename(part: Path, path: Path, *, force: bool) -> None:
         try:
             path.hardlink_to(part)
         except FileExistsError as error:
-            raise InputError("path", str(path), "a new file; pass force=True (--force) to replace one") from error
+            raise InputError(
+                "path", str(path), "a new file; pass force=True (--force) to replace one"
+            ) from error
         except OSError:
             pass  # this file system has no hard links
         else:
@@ -133,7 +137,9 @@ def _rename(part: Path, path: Path, *, force: bool) -> None:
     part.replace(path)
 
 
-def _summed(pieces: Iterable[bytes | memoryview], sums: dict[str, FileInfo], name: str) -> Iterator[bytes | memoryview]:
+def _summed(
+    pieces: Iterable[bytes | memoryview], sums: dict[str, FileInfo], name: str
+) -> Iterator[bytes | memoryview]:
     digest, size = hashlib.sha256(), 0
     for piece in pieces:
         digest.update(piece)
@@ -178,22 +184,41 @@ def _weights(source: StepSource, graphs: Sequence[StepGraph]) -> dict[str, Tenso
 
 
 def _manifest(
-    content: Content, entries: Sequence[StageEntry], weights: Mapping[str, Tensor], sums: Mapping[str, FileInfo]
+    content: Content,
+    entries: Sequence[StageEntry],
+    weights: Mapping[str, Tensor],
+    sums: Mapping[str, FileInfo],
 ) -> Manifest:
     source = content.source
     record = content.record.to_dict() if hasattr(content.record, "to_dict") else content.record
     reports = tuple({k: v for k, v in asdict(r).items() if k != "milliseconds"} for r in source.rows_reports)
     return Manifest(
-        specc=manifests.own_version(), torch=manifests.base_version(torch.__version__),
-        made_on=manifests.made_on(describe(source.device)), method=content.method,
-        default_block=content.default_block, block=content.block, accept=content.accept, taps=tuple(source.taps),
-        shape=source.shape, feed=content.feed, model=source.target_info, drafter=source.drafter_info,
-        state=source.state(), weights={n: spec_of(t) for n, t in weights.items()}, stages=tuple(entries),
-        families=content.families, passes=reports, generation=content.generation, record=record, files=sums,
+        specc=manifests.own_version(),
+        torch=manifests.base_version(torch.__version__),
+        made_on=manifests.made_on(describe(source.device)),
+        method=content.method,
+        default_block=content.default_block,
+        block=content.block,
+        accept=content.accept,
+        taps=tuple(source.taps),
+        shape=source.shape,
+        feed=content.feed,
+        model=source.target_info,
+        drafter=source.drafter_info,
+        state=source.state(),
+        weights={n: spec_of(t) for n, t in weights.items()},
+        stages=tuple(entries),
+        families=content.families,
+        passes=reports,
+        generation=content.generation,
+        record=record,
+        files=sums,
     )
 
 
-def _people(content: Content, entries: Sequence[StageEntry], graphs: Mapping[str, tuple[StepGraph, bytes]]) -> str:
+def _people(
+    content: Content, entries: Sequence[StageEntry], graphs: Mapping[str, tuple[StepGraph, bytes]]
+) -> str:
     """Return the greedy drafting step's stages as text, for people who unzip the package."""
     wanted = StepKey(content.block, 0, content.accept)
     parts = [
@@ -202,4 +227,3 @@ def _people(content: Content, entries: Sequence[StageEntry], graphs: Mapping[str
         if replace(e.key, extras=()) == relevant(e.stage, wanted)
     ]
     return "\n".join(parts)
-

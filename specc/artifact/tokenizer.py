@@ -30,8 +30,12 @@ class PackageTokenizer:
     """
 
     def __init__(
-        self, inner: Any, *, chat_template: str | Mapping[str, str] | None = None,
-        special_tokens: Mapping[str, Any] | None = None, cleans_spaces: bool = False,
+        self,
+        inner: Any,
+        *,
+        chat_template: str | Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, Any] | None = None,
+        cleans_spaces: bool = False,
     ) -> None:
         self.inner, self.chat_template, self.cleans_spaces = inner, chat_template, cleans_spaces
         self.special_tokens = dict(special_tokens or {})
@@ -40,10 +44,14 @@ class PackageTokenizer:
         return int(self.inner.get_vocab_size(with_added_tokens=True))
 
     def __call__(
-        self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None,
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        return_tensors: str | None = None,
         padding: bool = False,
     ) -> dict[str, Any]:
-        """Encode a text or several: ``input_ids`` and ``attention_mask``, lists or tensors ("pt"), padded left."""
+        """Encode a text or several: ``input_ids`` and ``attention_mask``, lists, or tensors with "pt"."""
         texts = [text] if isinstance(text, str) else list(text)
         rows = [list(self.inner.encode(t, add_special_tokens=add_special_tokens).ids) for t in texts]
         longest = max(map(len, rows), default=0) if padding else 0
@@ -71,7 +79,9 @@ class PackageTokenizer:
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        return self.inner.id_to_token(ids) if isinstance(ids, int) else [self.inner.id_to_token(i) for i in ids]
+        return (
+            self.inner.id_to_token(ids) if isinstance(ids, int) else [self.inner.id_to_token(i) for i in ids]
+        )
 
     def _special(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -90,15 +100,27 @@ class PackageTokenizer:
         return self._special("pad_token")
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, tokenize: bool = True,
-        return_dict: bool = True, return_tensors: str | None = None, tools: Any = None, documents: Any = None,
-        chat_template: str | None = None, **given: Any,
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        return_tensors: str | None = None,
+        tools: Any = None,
+        documents: Any = None,
+        chat_template: str | None = None,
+        **given: Any,
     ) -> Any:
         """Return messages as the template writes them: text, or ids with ``tokenize``."""
         template = self._template(chat_template, tools)
         text = render_chat(
-            template, messages=[dict(m) for m in conversation], tools=tools, documents=documents,
-            add_generation_prompt=add_generation_prompt, **{**self.special_tokens, **given},
+            template,
+            messages=[dict(m) for m in conversation],
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special_tokens, **given},
         )
         if not tokenize:
             return text
@@ -132,7 +154,8 @@ def render_chat(template: str, **given: Any) -> str:
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < (3, 1, 6):
         raise UnsupportedError(
-            "the chat template cannot be run", [f"jinja2 {jinja2.__version__} has holes in its sandbox"],
+            "the chat template cannot be run",
+            [f"jinja2 {jinja2.__version__} has holes in its sandbox"],
             "Install jinja2 3.1.6 or newer.",
         )
 
@@ -140,9 +163,15 @@ def render_chat(template: str, **given: Any) -> str:
         raise jinja2.TemplateError(message)
 
     def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
@@ -153,11 +182,13 @@ def render_chat(template: str, **given: Any) -> str:
     try:
         return environment.from_string(template).render(**given)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise InputError("messages", f"{type(error).__name__}: {error}", "what the chat template takes") from error
+        raise InputError(
+            "messages", f"{type(error).__name__}: {error}", "what the chat template takes"
+        ) from error
 
 
 def _generation_block() -> type:
-    """Return the extension for ``{% generation %}``: it marks assistants' text for training, and changes nothing."""
+    """Return the extension for ``{% generation %}``: a mark for training that changes nothing."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -181,10 +212,15 @@ def write_tokenizer(tokenizer: Any) -> dict[str, bytes]:
     Raises:
         UnsupportedError: no such library backs it, or the written one does not do the same.
     """
-    inner = tokenizer.inner if isinstance(tokenizer, PackageTokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    inner = (
+        tokenizer.inner
+        if isinstance(tokenizer, PackageTokenizer)
+        else getattr(tokenizer, "backend_tokenizer", None)
+    )
     if inner is None:
         raise UnsupportedError(
-            "a package cannot hold this tokenizer", [f"{type(tokenizer).__name__} is not backed by the tokenizers library"],
+            "a package cannot hold this tokenizer",
+            [f"{type(tokenizer).__name__} is not backed by the tokenizers library"],
             "Set compiled.tokenizer to a fast tokenizer, or to None.",
         )
     content = json.loads(inner.to_str())
@@ -202,10 +238,16 @@ def _config(tokenizer: Any) -> dict[str, Any]:
         specials, cleans = tokenizer.special_tokens, tokenizer.cleans_spaces
     else:
         specials = {n: _token(v) for n, v in tokenizer.special_tokens_map.items()}
-        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+        forced = getattr(
+            tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False
+        )
         is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
         cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and (forced or not is_bpe)
-    return {"chat_template": tokenizer.chat_template, "special_tokens": specials, "cleans_spaces": bool(cleans)}
+    return {
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": specials,
+        "cleans_spaces": bool(cleans),
+    }
 
 
 def _token(value: Any) -> Any:
@@ -219,25 +261,26 @@ def _make(content: bytes, config: Mapping[str, Any]) -> PackageTokenizer:
 
 
 def _differences(one: Any, other: PackageTokenizer) -> list[str]:
-    """Return where the written tokenizer answers differently on samples: custom Python code does not travel."""
+    """Return where the written tokenizer differs on samples: custom Python code does not travel."""
     found = []
     sample = other.inner.decode(list(range(min(len(other), 64)))) + _SAMPLE
     for special in (True, False):
         ids = one(sample, add_special_tokens=special)["input_ids"]
         if ids != other(sample, add_special_tokens=special)["input_ids"]:
             found.append(f"{type(one).__name__} encodes otherwise than its tokenizers.Tokenizer")
-        for skip in (True, False):
-            if one.decode(ids, skip_special_tokens=skip) != other.decode(ids, skip_special_tokens=skip):
-                found.append(f"{type(one).__name__} decodes otherwise than its tokenizers.Tokenizer")
+        texts = [[t.decode(ids, skip_special_tokens=skip) for skip in (True, False)] for t in (one, other)]
+        if texts[0] != texts[1]:
+            found.append(f"{type(one).__name__} decodes otherwise than its tokenizers.Tokenizer")
     if other.chat_template:
         turns = [{"role": "user", "content": "Hello there."}]
-        texts = []
+        said = []
         for item in (one, other):
             try:
-                texts.append(item.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-            except Exception:  # noqa: BLE001  a template may refuse this conversation in its own words: both must then
-                texts.append("refused")
-        if texts[0] != texts[1]:
+                said.append(item.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+            except Exception:
+                # A template may refuse this conversation in its own words; both must then refuse.
+                said.append("refused")
+        if said[0] != said[1]:
             found.append("its chat template gives another text without transformers")
     return found
 
@@ -259,7 +302,9 @@ def read_tokenizer(path: Path, content: memoryview, fields: Fields) -> PackageTo
         template = value
     specials = fields.mapping("special_tokens")
     for name, token in specials.items():
-        if not isinstance(token, str) and not (isinstance(token, list) and all(isinstance(t, str) for t in token)):
+        if not isinstance(token, str) and not (
+            isinstance(token, list) and all(isinstance(t, str) for t in token)
+        ):
             raise fields.fault(f"special_tokens.{name}", repr(token)[:200], "a token or a list of tokens")
     cleans = fields.flag("cleans_spaces")
     fields.done()

@@ -34,7 +34,8 @@ def write_weights(weights: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
         tensor = weights[name]
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position + size],
+            "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position +
+            size],
         }  # fmt: skip
         position += size
     text = write_json(header).rstrip()
@@ -43,7 +44,7 @@ def write_weights(weights: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
     for name in names:
         flat = weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         for begin in range(0, flat.numel(), _PIECE):
-            yield memoryview(flat[begin : begin + _PIECE].numpy())
+            yield flat[begin : begin + _PIECE].numpy().data
 
 
 def read_weights(
@@ -54,7 +55,8 @@ def read_weights(
     Args:
         path: for messages.
         mapped: the file; tensors keep it open.
-        offset, size: where in it the weights lie.
+        offset: where in it the weights begin.
+        size: their bytes, header included.
         expected: what they must be.
 
     Raises:
@@ -75,10 +77,14 @@ def read_weights(
         if actual != spec:
             raise ArtifactError(path, f"{NAME}: {name}", spec_text(actual), spec_text(spec))
         if len(span) != 2 or span[1] - span[0] != spec.size_bytes or (begin + span[0]) % spec.dtype.itemsize:
-            raise ArtifactError(path, f"{NAME}: {name}.data_offsets", list(span), f"{spec.size_bytes} aligned bytes")
+            raise ArtifactError(
+                path, f"{NAME}: {name}.data_offsets", list(span), f"{spec.size_bytes} aligned bytes"
+            )
         spans.append((span[0], span[1]))
         count = math.prod(spec.shape)
-        flat = torch.frombuffer(mapped, dtype=spec.dtype, count=count, offset=begin + span[0]) if count else None
+        flat = (
+            torch.frombuffer(mapped, dtype=spec.dtype, count=count, offset=begin + span[0]) if count else None
+        )
         found[name] = torch.empty(spec.shape, dtype=spec.dtype) if flat is None else flat.view(spec.shape)
     header.done()
     position = 0
