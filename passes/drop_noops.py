@@ -20,6 +20,7 @@ _TARGETS = (
     aten.view.default,
     aten.reshape.default,
     aten.dropout.default,
+    aten.alias.default,
 )
 
 

@@ -18,10 +18,6 @@ from specc.errors import UnsupportedError
 from specc.graph import StepGraph, mutated_arguments
 
 aten = torch.ops.aten
-_VIEWS = frozenset({
-    aten.slice.Tensor, aten.select.int, aten.view.default, aten.transpose.int, aten.unsqueeze.default,
-    aten.permute.default, aten.expand.default, aten.squeeze.dim, aten.alias.default, aten.detach.default,
-})
 
 
 def _run(graph: StepGraph) -> StepGraph:
@@ -32,10 +28,15 @@ def _run(graph: StepGraph) -> StepGraph:
         if node.target is aten.detach_.default:
             node.replace_all_uses_with(written[0])
             graph.graph.erase_node(node)
-        elif node.target is aten.copy_.default and written[0].target is aten.slice.Tensor:
-            _scatter(graph.graph, node, written[0])
-        elif written[0].target not in _VIEWS and not _has_live_views(written[0], node):
+        elif _is_free(written[0], node):
             _out_of_place(graph.graph, node, written[0])
+        elif (
+            node.target is aten.copy_.default
+            and written[0].target is aten.slice.Tensor
+            and _is_free(written[0].args[0], node, but=written[0])
+            and not _has_live_views(written[0], node)
+        ):
+            _scatter(graph.graph, node, written[0])
         else:
             raise UnsupportedError("this model cannot be traced over rows", [f"{node.target} writes through a view: {node}"])
     return graph
@@ -69,10 +70,32 @@ def _replace_after(old: fx.Node, point: fx.Node, new: fx.Node) -> None:
             user.replace_input_with(old, new)
 
 
-def _has_live_views(written: fx.Node, point: fx.Node) -> bool:
+def _is_free(written: fx.Node, point: fx.Node, but: fx.Node | None = None) -> bool:
+    """Whether a write at ``point`` shows nowhere but in ``written`` itself (and in its view ``but``)."""
+    return written.op != "placeholder" and not _is_view(written) and not _has_live_views(written, point, but)
+
+
+def _has_live_views(written: fx.Node, point: fx.Node, but: fx.Node | None = None) -> bool:
+    """Whether something behind ``point`` reads a view of ``written``, or a view of a view."""
     return any(
-        user.target in _VIEWS and user < point and any(reader > point for reader in user.users) for user in written.users
+        any(reader > point for reader in user.users) or _has_live_views(user, point)
+        for user in written.users
+        if user is not but and user < point and _is_view(user)
     )
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a value shares memory with an argument: its operator may return one, and the fake values do."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [r.alias_info for r in node.target._schema.returns]
+    if not any(a is not None and not a.is_write for a in aliases):
+        return False
+    made, source = node.meta.get("val"), node.args[0]
+    given = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor):
+        return made.untyped_storage()._cdata == given.untyped_storage()._cdata
+    return True
 
 
 functionalize = Pass("functionalize", _run)
