@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from torch import nn
 
 from specc import methods
 from specc.backends import choose
+from specc.benchmark import BenchOptions, BenchReport, run_bench
 from specc.build import StepBuilder, Target, make_drafter, make_target
 from specc.checking import PROBE_TOKENS, Report, check_pair
 from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
+from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
 from specc.pairing import find_drafter
+from specc.runtime import bitwise
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine
 from specc.runtime.generation import Generation
@@ -27,7 +30,9 @@ from specc.step import Shape
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Compiled", "Generation", "Inspection", "compile", "inspect"]
+__all__ = [
+    "BenchReport", "Compiled", "Generation", "Inspection", "Report", "bench", "cache", "check", "compile", "inspect",
+]  # fmt: skip
 
 DEFAULT_MAX_LENGTH = 4096  # design.md 4: the model's limit, but no more than this unless asked
 FEED_ROWS = 64  # prompt rows per filling step; a whole number of them fits every prompt
@@ -45,6 +50,7 @@ class CompileOptions:
     backend: str
     disable_passes: tuple[str, ...] = ()
     dump: Path | None = None
+    exact: str | None = None
 
     def __post_init__(self) -> None:
         _whole("batch", self.batch, 1, 1024)
@@ -54,6 +60,8 @@ class CompileOptions:
             _whole("max_length", self.max_length, 2, 1 << 24)
         if self.accept not in ACCEPT_RULES:
             raise UnknownNameError("accept rule", self.accept, ACCEPT_RULES)
+        if self.exact not in (None, "bitwise"):
+            raise UnknownNameError("exactness", self.exact, ("bitwise",))
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,10 @@ def compile(  # noqa: A001  the public name, as in torch.compile
         batch: sequences that run at once.
         max_length: most tokens of a sequence, prompt included; None = the model's limit, at most 4096.
         accept: "ratio" accepts most; "coupled" gives the sampled text of plain decoding with the same seed.
-        exact: None; "bitwise" is refused for now.
+        exact: "bitwise" gives plain and speculative steps of one ``block`` the same rows, so that greedy text is equal
+            bit for bit in any dtype. Every step then carries prompt rows too, read or not, and prompts are read in
+            smaller chunks; a self-test at compile refuses it where a row's bits still depend on its place. Method
+            ``plain`` then needs ``block``: the one of the object that it is to equal.
         weights: None; other weight formats are refused for now.
         backend: "auto", "inductor" or "eager".
         device, dtype: None = the model's own.
@@ -113,12 +124,13 @@ def compile(  # noqa: A001  the public name, as in torch.compile
     """
     if isinstance(block, str):
         raise UnsupportedError(f"block={block!r}", ["the block cannot adapt at run time yet"], "Give a whole number.")
-    for name, value in (("exact", exact), ("weights", weights)):
-        if value is not None:
-            raise UnsupportedError(f"{name}={value!r}", ["it is not implemented yet"], f"Leave {name} out.")
+    if weights is not None:
+        raise UnsupportedError(f"weights={weights!r}", ["it is not implemented yet"], "Leave weights out.")
     chosen = resolve_method(method)
     dumped = Path(dump) if dump is not None else None
-    options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped)
+    options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped, exact)
+    if exact and chosen.name == "plain" and block is None:
+        raise InputError("block", None, "with exact='bitwise', plain needs the block of the object that it is to equal")
     if isinstance(model, Prepared):
         target = model.loaded
     else:
@@ -129,7 +141,9 @@ def compile(  # noqa: A001  the public name, as in torch.compile
     bundle = find_drafter(chosen, target, drafter)
     info = bundle.info if bundle is not None else None
     length = block_length(chosen, options.block, bundle)
-    reasons = chosen.reject(target.info, info, length) if length or chosen.name == "plain" else ()
+    # Plain decoding drafts nothing, but with exact="bitwise" it runs as many rows as the block has.
+    drafts = 0 if exact and chosen.name == "plain" else length
+    reasons = chosen.reject(target.info, info, drafts) if length or chosen.name == "plain" else ()
     if reasons:
         raise UnsupportedError(f"method {chosen.name!r} cannot run this pair", reasons)
     capacity = _capacity(options.max_length, target)
@@ -137,9 +151,12 @@ def compile(  # noqa: A001  the public name, as in torch.compile
         model.target if isinstance(model, Prepared) else make_target(target.module, target.info), chosen, make_drafter(bundle) if bundle is not None else None,
         Shape(batch, capacity, target.info.vocab, switch_length(target)), options.disable_passes, options.dump,
     )
-    engine = Engine(builder, runner, min(FEED_ROWS, capacity))
+    engine = Engine(builder, runner, min(bitwise.FEED_ROWS if exact else FEED_ROWS, capacity))
+    if exact:
+        bitwise.check_bitwise(engine, length)
     return Compiled(
         engine, chosen, length, accept, info=target.info, tokenizer=target.tokenizer, generation=target.generation,
+        exact="bitwise" if exact else None,
     )
 
 
@@ -170,6 +187,38 @@ def check(
         compile, prepare, resolve_method, model, drafter, method=method, prompts=prompts, block=block, live=probe,
         tokens=max_new_tokens, device=device, dtype=dtype,
     )
+
+
+def bench(
+    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *,
+    methods: Sequence[str | Method] = ("plain", "ngram", "transformers"),
+    device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, **options: Any,
+) -> BenchReport:
+    """Measure methods, and transformers' own ways of generating, in interleaved rounds of one process.
+
+    Args:
+        model, device, dtype: as `compile` takes them.
+        drafter: of the one method that needs one, or a mapping from methods to drafters.
+        methods: names of methods, `Method` objects, and ``transformers``, ``transformers-static`` (static cache),
+            ``transformers-compiled`` (the same, compiled), ``assisted`` (with the draft_model drafter),
+            ``prompt_lookup``. Ratios are to ``plain`` and ``transformers``, where they are among them.
+        **options: block, blocks (several, to compare), prompts (a JSON-lines file, messages or ids), repeats,
+            max_new_tokens, temperature, seed, accept, backend, max_length, plot (a folder for charts), command.
+
+    Raises:
+        InputError, UnknownNameError, UnsupportedError, ArtifactError: before anything is measured.
+    """
+    known = {field.name for field in fields(BenchOptions)} - {"methods"}
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("argument", name, sorted(known))
+    asked = BenchOptions(methods=tuple(methods), **options)
+    return run_bench(compile, prepare, resolve_method, model, drafter, asked, device=device, dtype=dtype)
+
+
+def cache(*, clear: bool = False) -> CacheReport:
+    """Return what specc keeps between runs, with sizes; ``clear`` deletes everything in its cache folder first."""
+    return report_cache(clear=clear)
 
 
 def resolve_method(method: str | Method) -> Method:
