@@ -19,7 +19,7 @@ from specc.errors import (
 )
 
 if TYPE_CHECKING:
-    from specc.api import Compiled, Generation, bench, compile
+    from specc.api import Compiled, Generation, bench, check, compile, train
     from specc.loading import load
 
 __version__ = "0.1.0"
@@ -34,15 +34,18 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedError",
     "bench",
+    "check",
     "compile",
     "load",
+    "train",
 ]
 
 # No module or folder of specc may have one of these names: importing it would replace the attribute.
 # `load` lives apart from the rest: running a package imports nothing that compiling needs.
 LAZY = {
-    "Compiled": "specc.api", "Generation": "specc.api", "bench": "specc.api", "compile": "specc.api",
-    "load": "specc.loading",
+    "Compiled": "specc.api", "Generation": "specc.api", "bench": "specc.api", "check": "specc.api",
+    "compile": "specc.api", "load": "specc.loading",
+    "train": "specc.api",
 }  # fmt: skip
 
 
