@@ -58,7 +58,8 @@ def _shipped(method: Method, target: LoadedModel) -> Path:
     raise InputError(
         "drafter", None,
         f"method {method.name!r} needs a drafter for {target.info.name!r}, and none comes with specc: "
-        f"give a checkpoint folder, or train one with `specc train MODEL --method {method.name}`",
+        f"give a checkpoint folder, train one with `specc train MODEL --method {method.name}`, or use method 'ngram', "
+        "which needs none",
     )
 
 

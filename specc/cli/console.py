@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,29 @@ def show_options(context: typer.Context, resolved: JSON | None = None) -> None:
 def say(line: str) -> None:
     """Print one line of commentary on stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(line)}[/dim]")
+
+
+class _Logs(logging.Handler):
+    """Writes log records as commentary; standard error is looked up for each, since callers may replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+# What takes long enough that a person wants to know what is being waited for.
+_SLOW = ("specc.api", "specc.device", "specc.models", "specc.runtime", "specc.benchmark", "specc.training", "specc.tuning")
+
+
+def show_logs(*, verbose: bool) -> None:
+    """Show specc's log on stderr: what takes long, or with ``verbose`` everything."""
+    logger = logging.getLogger("specc")
+    for handler in [h for h in logger.handlers if isinstance(h, _Logs)]:
+        logger.removeHandler(handler)
+    handler = _Logs()
+    if not verbose:
+        handler.addFilter(lambda record: record.levelno > logging.INFO or record.name.startswith(_SLOW))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def print_json(document: JSON) -> None:

@@ -12,7 +12,7 @@ from specc.cli import console, options
 def inspect(
     context: typer.Context,
     model: options.Model,
-    method: options.Method = "ngram",
+    method: options.Method = "dspark",
     drafter: options.Drafter = None,
     block: options.Block = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 1,

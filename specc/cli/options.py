@@ -13,9 +13,13 @@ Model = Annotated[
         metavar="MODEL", help="A folder, a .gguf file, a hub id, or a built-in name such as smollm2-135m."
     ),
 ]
-Method = Annotated[str, typer.Option(help="Drafting method: plain, ngram, draft_model.")]
+Method = Annotated[
+    str,
+    typer.Option(help="Drafting method: plain, ngram, draft_model, eagle3, mtp, dflash, dspark, dflash2."),
+]
 Drafter = Annotated[
-    str | None, typer.Option(help="The drafter, named like MODEL. Default: none; plain and ngram need none.")
+    str | None,
+    typer.Option(help="A checkpoint folder, or a model for draft_model. Default: the one that comes with specc."),
 ]
 Block = Annotated[
     int | None,

@@ -99,7 +99,7 @@ def run(
     model: options.Model,
     prompt: Annotated[str | None, typer.Option(help="The user's message.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the message from this file instead.")] = None,
-    method: options.Method = "ngram",
+    method: options.Method = "dspark",
     drafter: options.Drafter = None,
     block: options.Block = None,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
@@ -108,10 +108,10 @@ def run(
         typer.Option(help="Sample at this temperature. Default: greedy; 1 with --top-k and the like."),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k most likely tokens. Default: off.")
+        int | None, typer.Option(help="Sample among the k most likely tokens. Default: the model's own, else 50.")
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest tokens of this mass.")
+        float | None, typer.Option(help="Sample among the likeliest tokens of this mass. Default: the model's own.")
     ] = None,
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the likeliest.")

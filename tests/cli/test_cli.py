@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
         return call
 
+    verdict = {"works": True, "clean": False}
     rows = [{"method": "plain", "ms_per_step": 2.0}, {"method": "ngram", "ms_per_step": 2.5}]
     fake = types.SimpleNamespace(
         compile=answer("compile", lambda: FakeCompiled(made)),
         inspect=answer("inspect", lambda: Record(nodes=1234, passes=[{"name": "drop_noops", "after": 7}])),
         bench=answer("bench", lambda: Record(device="cpu", rows=rows)),
+        check=answer("check", lambda: types.SimpleNamespace(**verdict, to_dict=dict, render=lambda: "the report")),
         cache=answer("cache", lambda: Record(folder="/nowhere", size_bytes=0)),
     )
     monkeypatch.setitem(sys.modules, "specc.api", fake)
@@ -104,7 +107,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 @pytest.fixture
 def invoke(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """Return a caller of the command line: exit status, stdout, stderr."""
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -115,7 +118,8 @@ def invoke(
         out, err = capsys.readouterr()
         return int(stop.value.code or 0), out, err
 
-    return run
+    yield run
+    logging.getLogger("specc").handlers.clear()
 
 
 Invoke = Callable[..., tuple[int, str, str]]
@@ -133,7 +137,7 @@ def test_run_streams_text_to_stdout_and_the_rest_to_stderr(invoke: Invoke, calls
         (
             ("some/model", None),
             {
-                "method": "ngram", "block": 3, "accept": "ratio", "backend": "auto", "dtype": "float32",
+                "method": "dspark", "block": 3, "accept": "ratio", "backend": "auto", "dtype": "float32",
                 "device": None, "max_length": None,
             },
         ),
@@ -155,7 +159,7 @@ def test_run_prints_one_json_object(invoke: Invoke, calls: Calls) -> None:
     status, out, _ = invoke("run", "m", "--prompt", "Hi", "--json")
     document = json.loads(out)
     assert (status, document["text"], document["finish_reason"]) == (0, FakeCompiled.answer, "stop")
-    assert (document["stats"], document["options"]["method"]) == ({"steps": 4, "ms": 1.5}, "ngram")
+    assert (document["stats"], document["options"]["method"]) == ({"steps": 4, "ms": 1.5}, "dspark")
     assert calls[1][1]["streamer"] is None
 
 
@@ -191,6 +195,8 @@ def test_sampling_options(
         ),
         (["run", "m", "--prompt", "a", "--block", "-1"], "--block"),
         (["bench", "m", "--repeats", "0"], "--repeats"),
+        (["bench", "m", "--blocks", "1,x"], "--blocks: whole numbers separated by commas; got '1,x'"),
+        (["bench", "m", "--drafter", "a", "--drafter", "b"], "--drafter: one drafter, or METHOD=PATH for each"),
         (["rnu"], "run"),
     ],
 )
@@ -240,6 +246,36 @@ def test_bench_splits_methods_and_tabulates_rows(invoke: Invoke, calls: Calls) -
     assert "2.5" in out
 
 
+def test_bench_passes_on_drafters_and_blocks(invoke: Invoke, calls: Calls) -> None:
+    assert invoke("bench", "m", "--drafter", "one", "--blocks", "1,4", "--temperature", "0.7")[0] == 0
+    arguments, options = calls[0][1]
+    assert (arguments, options["blocks"], options["temperature"]) == (("m", "one"), (1, 4), 0.7)
+    assert options["command"] == "specc bench m --drafter one --blocks 1,4 --temperature 0.7"
+    assert invoke("bench", "m", "--drafter", "dspark=a", "--drafter", "eagle3=b")[0] == 0
+    assert calls[1][1][0] == ("m", {"dspark": "a", "eagle3": "b"})
+
+
+def test_check_fails_only_on_what_it_was_asked_about(invoke: Invoke, calls: Calls) -> None:
+    status, out, _ = invoke("check", "m", "d", "--method", "eagle3", "--no-probe")
+    assert (status, out) == (0, "the report\n")
+    arguments, options = calls[0][1]
+    assert (arguments, options["method"], options["probe"]) == (("m", "d"), "eagle3", False)
+    assert invoke("check", "m", "d", "--strict")[0] == 1
+
+
+def test_what_takes_long_is_told_and_the_rest_on_request(invoke: Invoke, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log(**_: Any) -> Record:
+        logging.getLogger("specc.models.default").info("fetching")
+        logging.getLogger("specc.pipeline").info("a pass")
+        return Record(folder="x")
+
+    monkeypatch.setattr(specc.api, "cache", log)
+    told = invoke("cache")[2]
+    assert "fetching" in told
+    assert "a pass" not in told
+    assert "a pass" in invoke("--verbose", "cache")[2]
+
+
 @pytest.mark.parametrize("command", ["inspect", "bench"])
 def test_json_is_all_of_stdout(invoke: Invoke, calls: Calls, command: str) -> None:
     status, out, _ = invoke(command, "m", "--json")
@@ -275,5 +311,5 @@ finally:
 def test_help_states_every_default() -> None:
     code = "import sys; sys.argv = ['specc', 'run', '--help']; import specc.cli as c; c.main()"
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for default in ("ngram", "256", "ratio", "auto", "chat-template"):
+    for default in ("dspark", "256", "ratio", "auto", "chat-template"):
         assert f"[default: {default}]" in text
