@@ -142,6 +142,7 @@ def run_passes(
         reports.append(report)
         done.append(item.name)
         _dump(graph, dump, index, item.name)
+    graph.gm.recompile()  # once: generating the code takes longer than most passes
     return graph, tuple(reports)
 
 
@@ -154,7 +155,6 @@ def _run_one(graph: StepGraph, item: Pass, done: Sequence[str]) -> tuple[StepGra
     begin = time.perf_counter()
     try:
         graph = item.run(graph).sync()
-        graph.gm.recompile()
         graph = graph.with_facts(item.gives)
         check_always(graph)
         for fact in sorted(graph.facts):

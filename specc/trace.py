@@ -238,7 +238,6 @@ class Tracer:
                 node.meta["stage"] = name
                 node.meta.setdefault("val", None)  # operators that return nothing
         prune(gm.graph)
-        gm.recompile()
         return drop_unused_inputs(StepGraph(gm, (), tuple(outputs), name=name))
 
 
