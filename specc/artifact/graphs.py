@@ -36,7 +36,6 @@ _ENUMS: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     ),
 }
 _FLOATS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-Allowed = Callable[[Input], TensorSpec | None]
 MAIN = "main"  # the device that the package runs on
 _MAIN = object()  # stands for it in a StoredGraph
 
@@ -69,7 +68,8 @@ def write_graph(graph: StepGraph, device: torch.device) -> dict[str, Any]:
             call: list[Any] = [operators.setdefault(name, len(operators))]
             call.append([_write(a, number, device) for a in node.args])
             if node.kwargs:
-                call.append({k: _write(a, number, device) for k, a in node.kwargs.items()})
+                # Pairs, not an object: sorted keys would lose their order.
+                call.append([[k, _write(a, number, device)] for k, a in node.kwargs.items()])
             nodes.append(call)
         elif node.op != "output":
             raise InvariantError("a stage holds only operator calls", node)
@@ -129,6 +129,14 @@ class StoredGraph:
     inputs: tuple[tuple[Input, TensorSpec], ...]
     calls: tuple[tuple[Any, Any, Any], ...]
     outputs: tuple[tuple[str, int, TensorSpec], ...]
+
+    def check_inputs(self, allowed: Callable[[Input], TensorSpec | None]) -> None:
+        """Raise ArtifactError unless every input that is not an earlier stage's value has the spec that is allowed."""
+        for given, spec in self.inputs:
+            expected = allowed(given)
+            if given.kind != "value" and spec != expected:
+                known = spec_text(expected) if expected else "an input that this package declares"
+                raise ArtifactError(self.path, f"{self.name}: {given.name}", spec_text(spec), known)
 
     def build(self, device: torch.device, mode: FakeTensorMode) -> StepGraph:
         """Return the graph, the specs of its values found by running its operators on fake tensors.
@@ -195,19 +203,18 @@ def _bind(value: Any, made: Sequence[fx.Node], device: torch.device) -> Any:
     return device if value is _MAIN else value
 
 
-def read_graph(fields: Fields, allowed: Allowed) -> StoredGraph:
+def read_graph(fields: Fields) -> StoredGraph:
     """Read a graph's document.
 
     Args:
         fields: the document.
-        allowed: answers, for every input that is not a value of an earlier stage, what spec it must have.
 
     Raises:
         ArtifactError: it names an operator, an input or a node that it must not, or is malformed.
     """
     stage = cast("Stage", fields.text("stage", *STAGES))
     operators = [_operator(fields, name) for name in fields.texts("operators")]
-    inputs = tuple(_input(item, allowed) for item in fields.objects("inputs"))
+    inputs = tuple(_input(item) for item in fields.objects("inputs"))
     items = fields.items("nodes")
     total = len(inputs) + len(items)
     if total > MAX_NODES:
@@ -233,30 +240,27 @@ def _operator(fields: Fields, name: str) -> Any:
     return found
 
 
-def _input(item: Fields, allowed: Allowed) -> tuple[Input, TensorSpec]:
+def _input(item: Fields) -> tuple[Input, TensorSpec]:
     given = Input(item.text("name"), cast("Kind", item.text("kind", *get_args(Kind))), item.text("storage"))
-    spec = read_spec(item)
-    expected = allowed(given)
-    if given.kind != "value" and spec != expected:
-        known = spec_text(expected) if expected else "an input that this package declares"
-        raise ArtifactError(item.path, f"{item.name} {given.name}", spec_text(spec), known)
-    return given, spec
+    return given, read_spec(item)
 
 
 def _read_call(fields: Fields, call: Any, operators: Sequence[Any], number: int) -> tuple[Any, Any, Any]:
     """Return one call; ``number`` is its own, so its arguments stand before it."""
-    is_call = (
-        isinstance(call, list) and len(call) in (2, 3) and type(call[0]) is int and isinstance(call[1], list)
-    )
+    is_call = isinstance(call, list) and len(call) in (2, 3) and type(call[0]) is int
+    is_call = is_call and all(isinstance(part, list) for part in call[1:])
     if not is_call or not 0 <= call[0] < len(operators):
         raise fields.fault(
             "nodes", repr(call)[:200], "an operator's index, its arguments, its named arguments"
         )
-    named = call[2] if len(call) == 3 else {}
-    if not isinstance(named, dict) or not all(n.isidentifier() for n in named):
-        raise fields.fault("nodes", repr(named)[:200], "named arguments")
     arguments = [_read(fields, a, number) for a in call[1]]
-    return operators[call[0]], arguments, {k: _read(fields, a, number) for k, a in named.items()}
+    keywords: dict[str, Any] = {}
+    for pair in call[2] if len(call) == 3 else []:
+        is_pair = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+        if not is_pair or not pair[0].isidentifier() or pair[0] in keywords:
+            raise fields.fault("nodes", repr(pair)[:200], "named arguments, every name once")
+        keywords[pair[0]] = _read(fields, pair[1], number)
+    return operators[call[0]], arguments, keywords
 
 
 def _read(fields: Fields, value: Any, number: int, depth: int = 0) -> Any:

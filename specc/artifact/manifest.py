@@ -15,6 +15,7 @@ from specc.artifact.fields import Fields, plain
 from specc.artifact.specs import read_spec, write_spec
 from specc.contracts import ACCEPT_RULES, STAGES, AcceptRule, DrafterInfo, ModelInfo, Stage, TensorSpec
 from specc.device import DeviceInfo
+from specc.pipeline import PassReport
 from specc.step import Shape, StepKey
 
 NAME = "manifest.json"
@@ -77,7 +78,7 @@ class Manifest:
     weights: Mapping[str, TensorSpec]
     stages: tuple[StageEntry, ...]
     families: tuple[tuple[str, ...], ...]
-    passes: tuple[Mapping[str, Any], ...]
+    passes: tuple[PassReport, ...]
     generation: Mapping[str, Any]
     record: Mapping[str, Any] | None
     files: Mapping[str, FileInfo]
@@ -115,6 +116,10 @@ def write_manifest(manifest: Manifest) -> dict[str, Any]:
     for name in ("state", "weights"):
         values[name] = {n: write_spec(s) for n, s in values[name].items()}
     values["stages"] = [{"stage": e.stage, "key": asdict(e.key), "file": e.file} for e in manifest.stages]
+    # How long a pass took differs from run to run, and would make the bytes differ.
+    values["passes"] = [
+        {k: v for k, v in asdict(report).items() if k != "milliseconds"} for report in manifest.passes
+    ]
     values["files"] = {n: asdict(f) for n, f in manifest.files.items()}
     document: dict[str, Any] = plain({"format": FORMAT, "format_version": FORMAT_VERSION, **values})
     return document
@@ -206,7 +211,7 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
         weights=MappingProxyType({n: read_spec(f) for n, f in document.named("weights")}),
         stages=tuple(_read_stage(f, files) for f in document.objects("stages")),
         families=tuple(_texts(document, f) for f in document.items("families")),
-        passes=tuple(f.rest() for f in document.objects("passes")),
+        passes=tuple(_read_report(f) for f in document.objects("passes")),
         generation=MappingProxyType(document.mapping("generation")),
         record=record,
         files=files,
@@ -235,6 +240,15 @@ def _read_stage(item: Fields, files: Mapping[str, FileInfo]) -> StageEntry:
     )
     key.done()
     return StageEntry(cast("Stage", stage), made, file)
+
+
+def _read_report(item: Fields) -> PassReport:
+    report = PassReport(
+        item.text("name"), item.whole("nodes_before"), item.whole("nodes_after"),
+        item.whole("weight_bytes_before"), item.whole("weight_bytes_after"), 0.0, item.text("note"),
+    )  # fmt: skip
+    item.done()
+    return report
 
 
 def _read_model(item: Fields) -> ModelInfo:

@@ -77,8 +77,8 @@ class Package:
 
     @property
     def rows_reports(self) -> tuple[PassReport, ...]:
-        """None: the passes over the model's rows ran before the package was saved (see the manifest)."""
-        return ()
+        """What those passes did before the package was saved; their time is not known any more."""
+        return self.manifest.passes
 
     def state(self) -> dict[str, TensorSpec]:
         return dict(self.manifest.state)
@@ -236,9 +236,10 @@ def _read_stages(
     for entry in manifest.stages:
         if entry.file not in read:
             document = read_json(path, entry.file, container.content(entry.file))
-            read[entry.file] = read_graph(document, _allowed(path, manifest, entry.key))
+            read[entry.file] = read_graph(document)
         if read[entry.file].stage != entry.stage:
             raise ArtifactError(path, f"{entry.file}.stage", read[entry.file].stage, entry.stage)
+        read[entry.file].check_inputs(_allowed(path, manifest, entry.key))
         stages[entry.stage, entry.key] = read[entry.file]
     for entry in manifest.stages:
         _check_fit(manifest, entry, stages)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Content:
 
 
 def save(content: Content, path: Path, *, native: bool = False, force: bool = False) -> None:
-    """Write a package beside ``path`` and rename it: ``path`` is the old file or the new one, whatever happens.
+    """Write a package beside ``path`` and rename it: ``path`` is always the old file or the new one.
 
     Args:
         content: what to save.
@@ -151,6 +151,8 @@ def _summed(
 def step_keys(content: Content) -> list[StepKey]:
     """Return the keys of the steps that a package can run without tracing."""
     shapes = dict.fromkeys([(content.block, 0), (0, content.feed), (0, 0)])
+    if content.source.shape.slots > 1:  # prompts are read while other slots draft
+        shapes[content.block, content.feed] = None
     keys = []
     for block, feed in shapes:
         keys.append(StepKey(block, feed, content.accept))
@@ -191,7 +193,6 @@ def _manifest(
 ) -> Manifest:
     source = content.source
     record = content.record.to_dict() if hasattr(content.record, "to_dict") else content.record
-    reports = tuple({k: v for k, v in asdict(r).items() if k != "milliseconds"} for r in source.rows_reports)
     return Manifest(
         specc=manifests.own_version(),
         torch=manifests.base_version(torch.__version__),
@@ -209,7 +210,7 @@ def _manifest(
         weights={n: spec_of(t) for n, t in weights.items()},
         stages=tuple(entries),
         families=content.families,
-        passes=reports,
+        passes=tuple(source.rows_reports),
         generation=content.generation,
         record=record,
         files=sums,
