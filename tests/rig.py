@@ -127,8 +127,8 @@ def recorded(compiled: Compiled) -> Iterator[list[tuple[StepKey, list[SlotRecord
     engine: Any = compiled.engine
     real = engine.step
 
-    def step(key: StepKey) -> list[SlotRecord]:
-        records: list[SlotRecord] = real(key)
+    def step(key: StepKey, *more: Any) -> list[SlotRecord]:
+        records: list[SlotRecord] = real(key, *more)
         seen.append((key, records))
         return records
 
