@@ -20,7 +20,7 @@ from specc.errors import (
 
 if TYPE_CHECKING:
     from specc.api import Compiled, Generation, bench, check, compile, train
-    from specc.loading import load
+    from specc.loading import inspect_package, load
 
 __version__ = "0.1.0"
 
@@ -36,6 +36,7 @@ __all__ = [
     "bench",
     "check",
     "compile",
+    "inspect_package",
     "load",
     "train",
 ]
@@ -44,7 +45,7 @@ __all__ = [
 # `load` lives apart from the rest: running a package imports nothing that compiling needs.
 LAZY = {
     "Compiled": "specc.api", "Generation": "specc.api", "bench": "specc.api", "check": "specc.api",
-    "compile": "specc.api", "load": "specc.loading",
+    "compile": "specc.api", "inspect_package": "specc.loading", "load": "specc.loading",
     "train": "specc.api",
 }  # fmt: skip
 

@@ -15,14 +15,12 @@ from specc.artifact.package import open_package, read_summary
 from specc.backends import choose
 from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
 from specc.device import resolve_device
-from specc.errors import ArtifactError, UnsupportedError
+from specc.errors import ArtifactError, UnknownNameError, UnsupportedError
 from specc.methods import METHODS
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
-
-SUFFIX = ".specc"  # what the command line recognises a package by
 
 
 def load(
@@ -119,6 +117,15 @@ class PackageSummary:
 
     path: str
     manifest: Manifest
+    graph_by_stage: Mapping[str, str]
+
+    def render(self, stage: str | None = None) -> str:
+        """Return the stages of the greedy drafting step, or one of them, as text."""
+        if stage is None:
+            return "\n".join(self.graph_by_stage.values())
+        if stage not in self.graph_by_stage:
+            raise UnknownNameError("stage", stage, self.graph_by_stage)
+        return self.graph_by_stage[stage]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary for JSON and for tables."""
@@ -143,18 +150,14 @@ class PackageSummary:
         }  # fmt: skip
 
 
-def describe_package(path: str | Path) -> PackageSummary:
+def inspect_package(path: str | Path) -> PackageSummary:
     """Return what a package is, checked but for the sum of its weights, which are not read.
 
     Raises:
         ArtifactError: the file is wrong.
     """
-    return PackageSummary(str(path), read_summary(Path(path)))
-
-
-def is_package(path: str | Path) -> bool:
-    """Whether the command line takes a name for a package's."""
-    return str(path).endswith(SUFFIX)
+    manifest, text = read_summary(Path(path))
+    return PackageSummary(str(path), manifest, text)
 
 
 _: type[Method] = PackagedMethod  # mypy checks that it keeps the protocol

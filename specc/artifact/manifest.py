@@ -19,6 +19,7 @@ from specc.pipeline import PassReport
 from specc.step import Shape, StepKey
 
 NAME = "manifest.json"
+TEXT = "graph.txt"  # the main step, for people
 FORMAT = "specc package"
 FORMAT_VERSION = 1  # a higher one is refused; CHANGELOG.md says what each change means for old files
 _HASH = re.compile(r"[0-9a-f]{64}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,16 +162,21 @@ def open_package(path: Path, device: torch.device, *, sha256: str | None = None)
     return Package(path, manifest, device, weights, tokenizer, stages)
 
 
-def read_summary(path: Path) -> Manifest:
-    """Return a package's manifest after checking everything but the sum of its weights, which are not read.
+def read_summary(path: Path) -> tuple[Manifest, dict[str, str]]:
+    """Return a package's manifest, and its main step as text by stage.
+
+    Everything is checked but the sum of the weights, which are not read, and whether its versions run here.
 
     Raises:
-        ArtifactError: something is wrong. Versions that cannot run here are not an error: the summary says
-        them.
+        ArtifactError: something is wrong.
     """
-    _, document, files = _checked(path, sha256=None, skip=(WEIGHTS,))
+    container, document, files = _checked(path, sha256=None, skip=(WEIGHTS,))
     versions = document.text("specc"), document.text("torch")
-    return manifests.read_manifest(document, versions, files)
+    manifest = manifests.read_manifest(document, versions, files)
+    name = manifests.TEXT
+    text = bytes(container.content(name)).decode("utf-8", "replace") if name in files else ""
+    parts = re.split(r"^(?=# )", text, flags=re.MULTILINE)
+    return manifest, {part[2:].split(":")[0]: part for part in parts if part.startswith("# ")}
 
 
 def _checked(

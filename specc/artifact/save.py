@@ -35,7 +35,6 @@ from specc.graph import StepGraph
 from specc.step import StepKey
 from specc.stitch import StepSource, relevant
 
-TEXT = "graph.txt"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     graphs, entries = _stages(content)
     weights = _weights(content.source, [g for g, _ in graphs.values()])
     files: dict[str, Iterable[bytes | memoryview]] = {n: [text] for n, (_, text) in sorted(graphs.items())}
-    files[TEXT] = [_people(content, entries, graphs).encode()]
+    files[manifests.TEXT] = [_people(content, entries, graphs).encode()]
     if content.tokenizer is not None:
         files |= {n: [data] for n, data in sorted(write_tokenizer(content.tokenizer).items())}
     files[WEIGHTS] = write_weights(weights)

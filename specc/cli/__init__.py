@@ -13,11 +13,12 @@ import typer
 import specc
 from specc.cli.bench import bench
 from specc.cli.cache import cache
+from specc.cli.export import export
 from specc.cli.inspect import inspect
 from specc.cli.run import run
 from specc.errors import SpeccError
 
-COMMANDS = (run, inspect, bench, cache)
+COMMANDS = (run, inspect, bench, cache, export)
 
 app = typer.Typer(
     name="specc",

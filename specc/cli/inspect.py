@@ -6,7 +6,27 @@ from typing import Annotated
 
 import typer
 
-from specc.cli import console, options
+from specc.cli import console, options, package
+
+# Options that a package was saved with.
+_SETTLED = (
+    "method", "drafter", "block", "batch", "dump", "disable_pass", "accept", "dtype", "device", "backend",
+    "max_length",
+)  # fmt: skip
+
+
+def _inspect_package(
+    context: typer.Context, model: str, stage: str | None, *, graph: bool, json_output: bool
+) -> None:
+    import specc  # heavy: torch
+
+    summary = specc.inspect_package(model)
+    if json_output:
+        console.print_json({"options": context.params, **summary.to_dict()})
+        return
+    console.show(summary.to_dict(), model)
+    if graph or stage:
+        print(summary.render(stage))
 
 
 def inspect(
@@ -29,8 +49,16 @@ def inspect(
     max_length: options.MaxLength = None,
     json_output: options.Json = False,
 ) -> None:
-    """Show a step: its stages, taps, nodes and bytes, what each pass changed, memory by part."""
+    """Show a step: its stages, taps, nodes and bytes, what each pass changed, memory by part.
+
+    MODEL may be a .specc package: its weights are not read.
+    """
     console.show_options(context)
+
+    if package.is_package(model):
+        package.refuse_given(context, *_SETTLED)
+        _inspect_package(context, model, stage, graph=graph, json_output=json_output)
+        return
 
     from specc import api  # heavy: torch and the compiler
 

@@ -10,7 +10,8 @@ import typer
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A folder, a .gguf file, a hub id, or a built-in name such as smollm2-135m."
+        metavar="MODEL",
+        help="A folder, a .gguf file, a hub id, or a built-in name such as smollm2-135m.",
     ),
 ]
 Method = Annotated[
@@ -36,6 +37,14 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="Device to run on. Default: where the model is, else cpu.")]
 MaxLength = Annotated[
     int | None, typer.Option(help="Tokens a slot can hold. Default: the model's limit, at most 4096.")
+]
+Sha256 = Annotated[
+    str | None,
+    typer.Option(metavar="HEX", help="For a package: the sum its file must have. Default: not checked."),
+]
+NativeOnly = Annotated[
+    bool,
+    typer.Option("--native-only", help="For a package: refuse to lower its graphs here, run native code only."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 DisablePass = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specc.cli import console, options
+from specc.cli import console, options, package
 from specc.errors import InputError
 
 if TYPE_CHECKING:
@@ -122,12 +122,15 @@ def run(
     device: options.Device = None,
     backend: options.Backend = "auto",
     max_length: options.MaxLength = None,
+    sha256: options.Sha256 = None,
+    native_only: options.NativeOnly = False,
     chat_template: Annotated[bool, typer.Option(help="Wrap the prompt as a chat message.")] = True,
     json_output: options.Json = False,
 ) -> None:
     """Answer a prompt with speculative decoding, streaming the text.
 
-    Text goes to stdout, everything else to stderr.
+    MODEL may be a .specc package, which brings its own drafter and method. Text goes to stdout, everything else to
+    stderr.
     """
     text = _read_prompt(prompt, prompt_file)
     sampling = _sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -135,21 +138,27 @@ def run(
 
     import specc  # heavy: torch and the compiler
 
-    compiled = specc.compile(
-        model,
-        drafter,
-        method=method,
-        block=block,
-        accept=accept,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        max_length=max_length,
-    )
+    if package.is_package(model):
+        package.refuse_given(context, "method", "drafter", "block", "dtype", "max_length")
+        compiled = specc.load(model, device=device, backend=backend, sha256=sha256, native_only=native_only)
+        sampling |= {"accept": accept} if package.is_given(context, "accept") else {}
+    else:
+        compiled = specc.compile(
+            model,
+            drafter,
+            method=method,
+            block=block,
+            accept=accept,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            max_length=max_length,
+        )
     inputs = _encode(compiled.tokenizer, text, chat=chat_template)
     console.say(
         f"method {compiled.method.name}, block {compiled.block}, prompt {inputs['input_ids'].shape[1]} tokens"
     )
+    compiled.warm_up(**sampling)  # so that neither the text nor its statistics wait for a compiler
     result = compiled.generate(
         **inputs,
         **sampling,

@@ -185,11 +185,11 @@ class Compiled:
             self._watch.check()
             content = Content(
                 self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
-                self.engine.feed, self._usual_families(), self.tokenizer, self.generation_defaults, self.record,
+                self.engine.feed, self.usual_families(), self.tokenizer, self.generation_defaults, self.record,
             )
             save(content, Path(path), native=native, force=force)
 
-    def _usual_families(self) -> tuple[tuple[str, ...], ...]:
+    def usual_families(self) -> tuple[tuple[str, ...], ...]:
         """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
         families = []
         for do_sample in (False, True):

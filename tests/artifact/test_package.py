@@ -19,8 +19,8 @@ from specc.artifact import save as save_module
 from specc.artifact.fields import write_json
 from specc.artifact.manifest import FORMAT_VERSION
 from specc.artifact.package import Package, open_package
-from specc.errors import ArtifactError, InputError, InvariantError, UnsupportedError
-from specc.loading import describe_package, load
+from specc.errors import ArtifactError, InputError, InvariantError, UnknownNameError, UnsupportedError
+from specc.loading import inspect_package, load
 from specc.runtime.compiled import Compiled
 from tests.packages import Files, edit_json, pack, repack, unpack
 from tests.tiny import tiny_tokenizer
@@ -214,14 +214,19 @@ def test_what_differs_from_the_saving_machine_is_said(
 
 
 def test_inspection_reads_no_weights(saved: Path, tmp_path: Path) -> None:
-    summary = describe_package(saved).to_dict()
+    summary = inspect_package(saved).to_dict()
     assert json.loads(json.dumps(summary)) == summary
     assert (summary["method"], summary["block"], summary["slots"], summary["model"]) == ("ngram", 2, 2, "toy")
     assert summary["settings"] == ["greedy", "temperature"]
     assert summary["memory"]["weights"] == VOCAB * 8 * 4 + 8 * 8 * 4 + 16
     assert {s["stage"] for s in summary["stages"]} == {"draft", "verify", "accept", "commit"}
+    read = inspect_package(saved)
+    assert "specc.attend" in read.render("verify")
+    assert read.render().count("return ") == 4
+    with pytest.raises(UnknownNameError, match="verify"):
+        read.render("verfy")
     broken = repack(saved, tmp_path / "x.specc", files=flip(WEIGHTS), honest=False)
-    assert describe_package(broken).manifest.files == describe_package(saved).manifest.files
+    assert inspect_package(broken).manifest.files == inspect_package(saved).manifest.files
 
 
 def flip(name: str) -> Callable[[Files], None]:
