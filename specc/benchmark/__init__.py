@@ -205,7 +205,8 @@ def _report(
     by_name = {m.contestant.name: m for m in reversed(measured)}
     plain, theirs = by_name.get("plain"), by_name.get("transformers")
     rows = [_row(m, plain, theirs, tasks, every, bandwidth, options) for m in measured]
-    kinds = dict.fromkeys(task.category for task in tasks)
+    # The built-in prompts are one or two of a kind: too few to say anything about kinds.
+    kinds = dict.fromkeys(task.category for task in tasks if options.prompts is not None)
     by_category = [
         _category_row(m, plain, theirs, kind, [i for i in every if tasks[i].category == kind])
         for kind in kinds for m in measured if len(kinds) > 1

@@ -61,6 +61,10 @@ class FakeCompiled:
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         self.calls, self.tokenizer = calls, Tokenizer()
 
+    def warm_up(self, **settings: Any) -> list[str]:
+        self.calls.append(("warm_up", settings))
+        return []
+
     def generate(self, **arguments: Any) -> Any:
         self.calls.append(("generate", arguments))
         prompt, streamer = arguments["input_ids"], arguments["streamer"]
@@ -142,7 +146,7 @@ def test_run_streams_text_to_stdout_and_the_rest_to_stderr(invoke: Invoke, calls
             },
         ),
     )  # fmt: skip
-    sent = calls[1][1]
+    sent = calls[2][1]
     assert bytes(sent["input_ids"][0].tolist()) == b"<user>Hi"
     assert (sent["do_sample"], sent["max_new_tokens"], sent["seed"]) == (False, 256, None)
     assert "temperature" not in sent
@@ -152,7 +156,7 @@ def test_run_without_chat_template_from_a_file(invoke: Invoke, calls: Calls, tmp
     (tmp_path / "prompt.txt").write_text("Grüße", encoding="utf-8")
     status, _, _ = invoke("run", "m", "--prompt-file", str(tmp_path / "prompt.txt"), "--no-chat-template")
     assert status == 0
-    assert bytes(calls[1][1]["input_ids"][0].tolist()).decode() == "Grüße"
+    assert bytes(calls[2][1]["input_ids"][0].tolist()).decode() == "Grüße"
 
 
 def test_run_prints_one_json_object(invoke: Invoke, calls: Calls) -> None:
@@ -160,7 +164,7 @@ def test_run_prints_one_json_object(invoke: Invoke, calls: Calls) -> None:
     document = json.loads(out)
     assert (status, document["text"], document["finish_reason"]) == (0, FakeCompiled.answer, "stop")
     assert (document["stats"], document["options"]["method"]) == ({"steps": 4, "ms": 1.5}, "dspark")
-    assert calls[1][1]["streamer"] is None
+    assert calls[2][1]["streamer"] is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_sampling_options(
 ) -> None:
     assert invoke("run", "m", "--prompt", "Hi", *arguments)[0] == 0
     names = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
-    assert {name: value for name, value in calls[1][1].items() if name in names} == expected
+    assert {name: value for name, value in calls[2][1].items() if name in names} == expected
 
 
 @pytest.mark.parametrize(
