@@ -19,7 +19,7 @@ from specc.errors import (
 )
 
 if TYPE_CHECKING:
-    from specc.api import Compiled, Generation, bench, check, compile, train
+    from specc.api import Compiled, Generation, bench, check, compile, train, verify
     from specc.loading import inspect_package, load
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __all__ = [
     "inspect_package",
     "load",
     "train",
+    "verify",
 ]
 
 # No module or folder of specc may have one of these names: importing it would replace the attribute.
@@ -46,7 +47,7 @@ __all__ = [
 LAZY = {
     "Compiled": "specc.api", "Generation": "specc.api", "bench": "specc.api", "check": "specc.api",
     "compile": "specc.api", "inspect_package": "specc.loading", "load": "specc.loading",
-    "train": "specc.api",
+    "train": "specc.api", "verify": "specc.api",
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,24 @@ from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
+from specc.loading import load
 from specc.pairing import find_drafter
+from specc.prompts import built_in_prompts, read_prompts
 from specc.runtime import bitwise
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine
 from specc.runtime.generation import Generation
 from specc.runtime.inspection import Inspection
+from specc.runtime.verdict import VerifyReport, verify_text
 from specc.step import Shape
+from specc.training.run import TrainOptions, TrainReport, train_drafter
+from specc.training.terms import LossOptions
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "BenchReport", "Compiled", "Generation", "Inspection", "Report", "bench", "cache", "check", "compile", "inspect",
+    "BenchReport", "Compiled", "Generation", "Inspection", "LossOptions", "Report", "TrainReport", "bench",
+    "cache", "check", "compile", "inspect", "train",
 ]  # fmt: skip
 
 DEFAULT_MAX_LENGTH = 4096  # design.md 4: the model's limit, but no more than this unless asked
@@ -81,7 +87,7 @@ def prepare(
     return Prepared(loaded, make_target(loaded.module, loaded.info))
 
 
-def compile(  # noqa: A001  the public name, as in torch.compile
+def compile(
     model: nn.Module | str | Path | LoadedModel | Prepared,
     drafter: nn.Module | str | Path | DrafterBundle | None = None,
     *,
@@ -127,6 +133,10 @@ def compile(  # noqa: A001  the public name, as in torch.compile
     if weights is not None:
         raise UnsupportedError(f"weights={weights!r}", ["it is not implemented yet"], "Leave weights out.")
     chosen = resolve_method(method)
+    if dump is not None and not isinstance(dump, str | Path):
+        raise InputError("dump", dump, "a folder's path")
+    if isinstance(disable_passes, str) or not isinstance(disable_passes, Sequence):
+        raise InputError("disable_passes", disable_passes, "a list of passes' names")
     dumped = Path(dump) if dump is not None else None
     options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped, exact)
     if exact and chosen.name == "plain" and block is None:
@@ -216,9 +226,68 @@ def bench(
     return run_bench(compile, prepare, resolve_method, model, drafter, asked, device=device, dtype=dtype)
 
 
+def train(
+    model: nn.Module | str | Path | LoadedModel, *, method: str, output: str | Path,
+    backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
+    say: Callable[[str], None] | None = None, **options: Any,
+) -> TrainReport:
+    """Train a drafter for a model from nothing but the model, and write it where `compile` can read it.
+
+    The model writes prompts and answers them, its states are kept in the cache folder, and the drafter learns from
+    those. Under ``torchrun`` every process takes a share of each batch.
+
+    Args:
+        model, backend, device, dtype: as `compile` takes them; ``backend`` is for making data.
+        method: dspark, eagle3, dflash or dflash2.
+        output: the drafter's folder, in the speculators layout; a run's state is kept inside it.
+        say: takes lines of progress; None = the log.
+        **options: see `specc.training.run.TrainOptions`: prompts, tokens, minutes, steps, draft_vocab, layers, block,
+            markov_rank, taps, resume, avoid, batch, rate, seed, ... An end, ``minutes`` or ``steps``, is needed.
+
+    Raises:
+        InputError, UnknownNameError, UnsupportedError, ArtifactError: before any work is done.
+    """
+    known = {field.name for field in fields(TrainOptions)} - {"method", "output"}
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("argument", name, sorted(known))
+    asked = TrainOptions(method=method, output=output, **options)
+    target = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
+    runner, why = choose(backend, next(target.module.parameters()).device)
+    logger.info("backend %s (%s)", runner.name, why)
+    return train_drafter(target, runner, asked, say or logger.info)
+
+
 def cache(*, clear: bool = False) -> CacheReport:
     """Return what specc keeps between runs, with sizes; ``clear`` deletes everything in its cache folder first."""
     return report_cache(clear=clear)
+
+
+def verify(
+    model: nn.Module | str | Path | LoadedModel | Compiled, prompts: str | Path | Sequence[Any] | None = None, *,
+    drafter: Any = None, method: str | Method = "dspark", max_new_tokens: int = 64,
+    settings: Mapping[str, Any] | None = None, **options: Any,
+) -> VerifyReport:
+    """Run prompts with and without speculation and judge every first difference: a tie that rounding explains, or a bug.
+
+    Args:
+        model: a compiled object, a ``.specc`` package, or what `compile` takes.
+        prompts: a JSON-lines file, messages or token ids; None = a few built in, for which a tokenizer is needed.
+        drafter, method, **options: as `compile` takes them, where ``model`` is not compiled yet.
+        max_new_tokens: of each prompt.
+        settings: of generation; text stays greedy.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "a whole number, 1 or more")
+    if isinstance(model, Compiled) or str(model).endswith(".specc"):
+        if drafter is not None or set(options) - {"device", "backend"}:
+            raise InputError("drafter", drafter, "nothing that compile takes: the model is compiled already")
+        compiled = model if isinstance(model, Compiled) else load(str(model), **options)
+    else:
+        compiled = compile(model, drafter, method=method, **options)
+    read = built_in_prompts() if prompts is None else read_prompts(prompts)
+    ids = [prompt.encode(compiled.tokenizer) for prompt in read]
+    return verify_text(compiled, ids, max_new_tokens=max_new_tokens, **(settings or {}))
 
 
 def resolve_method(method: str | Method) -> Method:

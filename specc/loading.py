@@ -44,6 +44,8 @@ def load(
         ArtifactError: the file is wrong or does not fit this machine; nothing of it was executed.
         InputError, UnknownNameError, UnsupportedError: the device or the backend cannot be used.
     """
+    if not isinstance(path, str | Path):
+        raise InputError("path", path, "the path of a package")
     file = Path(path)
     place = resolve_device(device)
     runner, why = choose(backend, place)

@@ -38,8 +38,8 @@ _BUILT_IN = (
     ("code", "Write a Python function that returns the n-th Fibonacci number without recursion."),
     (
         "rewrite",
-        "Correct the mistakes in this text and repeat it: Yesterday we goes to the market and buyed apples, pears "
-        "and a bread. It were raining, so we runned home.",
+        "Correct the mistakes in this text and repeat it: Yesterday we goes to the market and buyed apples, "
+        "pears and a bread. It were raining, so we runned home.",
     ),
     ("list", "List the months of the year together with the number of days each of them has."),
     ("maths", "A train leaves at 9:40 and arrives at 13:15. How long is the journey? Explain step by step."),
@@ -66,6 +66,8 @@ def read_prompts(prompts: str | Path | Sequence[Any]) -> tuple[Prompt, ...]:
     """
     if isinstance(prompts, str | Path):
         return _from_file(Path(prompts))
+    if not isinstance(prompts, Sequence):
+        raise InputError("prompts", type(prompts).__name__, "a file's path or a list")
     found = tuple(_from_value(index, value) for index, value in enumerate(prompts))
     if not found:
         raise InputError("prompts", "an empty list", "at least one prompt")

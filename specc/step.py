@@ -44,7 +44,8 @@ class StepKey:
 
     ``block`` drafts per slot (0: none), ``feed`` prompt rows beside the slots' own, the accept ``rule`` ("mixed": each
     slot its own), the settings ``families`` in use, and what ``extras`` ("logits", "scores", "hidden") are outputs.
-    ``part`` is the whole step, or, where the host judges the drafts, what comes before and what comes after that.
+    ``part`` is the whole step; or, where the host judges the drafts, what comes before and what comes after that; or
+    the target's rows alone, with drafts of the host's.
     """
 
     block: int
@@ -52,12 +53,14 @@ class StepKey:
     rule: AcceptRule | Literal["mixed"]
     families: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
-    part: Literal["whole", "verify", "commit"] = "whole"
+    part: Literal["whole", "verify", "commit", "target"] = "whole"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in this part of the step."""
-        parts: dict[str, tuple[Stage, ...]] = {"whole": STAGES, "verify": ("draft", "verify"), "commit": ("commit",)}
+        parts: dict[str, tuple[Stage, ...]] = {
+            "whole": STAGES, "verify": ("draft", "verify"), "commit": ("commit",), "target": ("verify",),
+        }
         return parts[self.part]
 
     def halves(self) -> tuple[StepKey, StepKey]:
@@ -103,6 +106,7 @@ def state_specs(shape: Shape) -> dict[str, TensorSpec]:
         "state.reach": TensorSpec((slots,), torch.int64),
         "state.limit": TensorSpec((slots,), torch.int64),
         "state.running": TensorSpec((slots,), torch.bool),
+        "state.fresh": TensorSpec((slots,), torch.bool),  # runs for the first time: its method has no context yet
         "state.eos": TensorSpec((slots, MAX_EOS), torch.int64),
         "state.seed": TensorSpec((slots,), torch.int64),
         "state.coupled": TensorSpec((slots,), torch.bool),
@@ -116,22 +120,27 @@ def setting_specs(shape: Shape, families: tuple[str, ...]) -> dict[str, TensorSp
 
 
 def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts) -> dict[str, Tensor]:
-    """Draft ``block`` tokens per slot: ``draft.tokens`` and the distributions they were drawn from."""
+    """Draft ``block`` tokens per slot: ``draft.tokens`` and the distributions they were drawn from.
+
+    A slot does not draft in its first step, which reads the end of its prompt: so its text does not depend on
+    whether other slots draft in that step.
+    """
     if key.block == 0:
         return {}
+    ready = v["state.running"] & ~v["state.fresh"]
     draw = Drawer(shape.vocab)
     if key.sampled:
         draw = Drawer(shape.vocab, v["setting.temperature"], v["state.seed"], v["state.length"], _rule(v, key))
 
     def run(drafter: object) -> Draft:
-        return method.draft(_context(v, key, shape, parts, drafter, draw))
+        return method.draft(replace(_context(v, key, shape, parts, drafter, draw), running=ready))
 
     draft = parts.drafter(v, run)
     assert isinstance(draft, Draft)
     # A draft for a position the slot cannot hold has no row to be verified in.
     length = v["state.length"][:, None]
     position = length + torch.arange(key.block, device=draft.tokens.device)
-    fits = position < shape.capacity
+    fits = (position < shape.capacity) & ready[:, None]
     if shape.switch is not None:
         # Rows on both sides of the switch cannot share a cache: the scheduler feeds the slot again in between.
         fits = fits & ((position < shape.switch) | (length > shape.switch))
@@ -209,6 +218,7 @@ def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: P
     rows = _observed(v, _rows(v, key, shape), key, shape)
     put(tokens, emitted.clamp(min=0), slot, column)
     store(v["state.running"], v["state.running"] & (v["accept.finish"] == RUNNING))
+    store(v["state.fresh"], torch.zeros_like(v["state.fresh"]))
 
     def run(drafter: object) -> None:
         method.observe(_context(v, key, shape, parts, drafter, None), rows)

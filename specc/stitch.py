@@ -141,7 +141,7 @@ def stitch(stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
             picked = graph.call_function(operator.getitem, (call, index))
             picked.meta = {"val": values[index], "stage": stage.name}
             known[name] = picked
-            if "." not in name or name == "draft.confidence" or key.part == "verify":
+            if "." not in name or name == "draft.confidence" or key.part in ("verify", "target"):
                 outputs.append(name)
     graph.output([known[n] for n in outputs]).meta["val"] = None
     gm = fx.GraphModule(root, graph)

@@ -94,3 +94,19 @@ def serve(object_: Compiled, requests: Sequence[Mapping[str, Any]], first: Mappi
         if name >= 0:
             texts[name].extend(tokens)
     return texts
+
+
+@functools.cache
+def letters_tokenizer() -> Any:
+    """Return a byte-level tokenizer of 96 ids: a to z, then pairs of letters; texts have no spaces."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    merges = [(letters[i % 26], letters[(7 * i + i // 26) % 26]) for i in range(VOCAB - 3 - 26)]
+    words = ["<pad>", "<eos>", "<bos>", *letters, *("".join(pair) for pair in merges)]
+    inner = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(words[:3])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")

@@ -11,14 +11,18 @@ from typing import Annotated
 import typer
 
 import specc
+from specc.cli import console
 from specc.cli.bench import bench
 from specc.cli.cache import cache
+from specc.cli.check import check
 from specc.cli.export import export
 from specc.cli.inspect import inspect
 from specc.cli.run import run
+from specc.cli.train import train
+from specc.cli.verify import verify
 from specc.errors import SpeccError
 
-COMMANDS = (run, inspect, bench, cache, export)
+COMMANDS = (run, inspect, bench, check, cache, train, verify, export)
 
 app = typer.Typer(
     name="specc",
@@ -41,8 +45,12 @@ def _root(
         bool,
         typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log every pass and every compiled step on stderr.")
+    ] = False,
 ) -> None:
     """Compile a language model with its drafter into one speculative decoding step, and run it."""
+    console.show_logs(verbose=verbose)
 
 
 for _command in COMMANDS:

@@ -70,12 +70,16 @@ class DraftModel:
         return context.draw.draft(valid=self._valid(context))
 
     def observe(self, context: MethodContext, rows: Rows) -> None:
-        # A drafting step has already put these rows through the drafter; only steps without drafts have not.
-        if context.block == 0:
+        # Drafting has already put a slot's own rows through the drafter, and a slot that did not draft in its first
+        # step reads its one row again in the next; what is left is prompt rows, and all rows of steps without drafts.
+        drafted = context.slots * (context.block + 1) if context.block else 0
+        if rows.token.shape[0] > drafted:
             limit = self._limit(context)
-            cache_row = torch.where(rows.position < limit, rows.cache_row, context.capacity)
-            position = rows.position.clamp(max=limit - 1)
-            context.drafter(rows.token, rows.slot, position, cache_row, rows.reach, logit_rows=rows.slot[:1] * 0)
+            cache_row = torch.where(rows.position < limit, rows.cache_row, context.capacity)[drafted:]
+            position = rows.position.clamp(max=limit - 1)[drafted:]
+            reach = rows.reach[drafted:] if rows.reach is not None else None
+            token, slot = rows.token[drafted:], rows.slot[drafted:]
+            context.drafter(token, slot, position, cache_row, reach, logit_rows=slot[:1] * 0)
 
     def _rows(
         self, context: MethodContext, token: torch.Tensor, slot: torch.Tensor, position: torch.Tensor,

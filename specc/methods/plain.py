@@ -31,7 +31,8 @@ class Plain:
         return {}
 
     def draft(self, context: MethodContext) -> Draft:
-        return context.draw.draft()
+        # Asked only where plain decoding runs as many rows as a speculative step, to be bit-identical to it.
+        return Draft(context.length.new_full((context.slots, context.block), -1))
 
     def observe(self, context: MethodContext, rows: Rows) -> None:
         return None

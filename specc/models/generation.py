@@ -48,6 +48,8 @@ def generation_defaults(module: nn.Module) -> dict[str, Any]:
 
 def _set_values(config: Any) -> dict[str, Any]:
     """Return the settings that a GenerationConfig, or a mapping, sets."""
+    if config is not None and not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise InputError("generation_config", type(config).__name__, "a GenerationConfig or a mapping of settings")
     values = config if isinstance(config, Mapping) else config.to_dict() if config is not None else {}
     return {key: _plain(value) for key, value in values.items() if value is not None and key not in _NOISE}
 
@@ -98,6 +100,8 @@ def eos_ids(settings: Mapping[str, Any]) -> tuple[int, ...]:
     value = settings.get("eos_token_id")
     if value is None:
         return ()
+    if not isinstance(value, int | Sequence) or isinstance(value, str):
+        raise InputError("eos_token_id", value, "an id or a list of ids, each 0 or more")
     ids = [value] if isinstance(value, int) else list(value)
     bad = [item for item in ids if not isinstance(item, int) or isinstance(item, bool) or item < 0]
     if bad:
@@ -109,7 +113,9 @@ def pad_id(settings: Mapping[str, Any]) -> int | None:
     """Return the id that fills ended sequences: the pad id, else the first end id, else None."""
     value = settings.get("pad_token_id")
     if value is not None:
-        return int(value)
+        if isinstance(value, bool) or not isinstance(value, int):  # negative ones mark padding, and are never read
+            raise InputError("pad_token_id", value, "an id")
+        return value
     ends = eos_ids(settings)
     return ends[0] if ends else None
 

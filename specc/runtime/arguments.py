@@ -77,7 +77,7 @@ def read_arguments(
     if len(eos) > MAX_EOS:
         raise InputError("eos_token_id", list(eos), f"at most {MAX_EOS} ids")
     warp = {name: settings.get(name) for name in _SETTINGS if settings.get(name) is not None}
-    do_sample = bool(settings.get("do_sample"))
+    do_sample = _flag(settings, "do_sample")
     ids = [row for row in rows for _ in range(copies)]
     seeds = _seeds(seed, len(ids))
     processors = read_processors(settings.get("logits_processor"), settings)
@@ -96,17 +96,17 @@ def read_arguments(
     extras = tuple(
         extra
         for extra, name in (("logits", "output_logits"), ("scores", "output_scores"), ("hidden", "output_hidden_states"))
-        if settings.get(name)
+        if _flag(settings, name)
     )
-    strings = settings.get("stop_strings") or ()
-    strings = (strings,) if isinstance(strings, str) else tuple(strings)
-    if any(not isinstance(s, str) or not s for s in strings):
+    strings = settings.get("stop_strings")
+    strings = () if strings is None else (strings,) if isinstance(strings, str) else strings
+    if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
         raise InputError("stop_strings", strings, "a string or a list of strings, none empty")
     prompts = torch.as_tensor(input_ids) if not isinstance(input_ids, Tensor) else input_ids
     prompts = (prompts[None] if prompts.dim() == 1 else prompts).repeat_interleave(copies, 0)
     return Arguments(
-        tuple(requests), prompts, 0 if pad is None else pad, strings, extras,
-        bool(settings.get("return_dict_in_generate")),
+        tuple(requests), prompts, 0 if pad is None else pad, tuple(strings), extras,
+        _flag(settings, "return_dict_in_generate"),
     )
 
 
@@ -121,7 +121,10 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
     ids = (ids[None] if ids.dim() == 1 else ids).to("cpu", torch.int64)
     if not ids.numel():
         raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
-    mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to("cpu", torch.int64)
+    try:
+        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to("cpu", torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError("attention_mask", type(attention_mask).__name__, "zeros and ones of input_ids' shape") from error
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError("attention_mask", list(mask.shape), f"zeros and ones of input_ids' shape {list(ids.shape)}")
@@ -155,6 +158,13 @@ def _count(settings: Mapping[str, Any], name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(name, value, f"a whole number, {least} or more")
     return value
+
+
+def _flag(settings: Mapping[str, Any], name: str) -> bool:
+    value = settings.get(name)
+    if value not in (None, False, True):
+        raise InputError(name, value, "True or False")
+    return bool(value)
 
 
 def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from specc.contracts import AcceptRule, Method, ModelInfo
-from specc.errors import InputError
+from specc.errors import InputError, UnsupportedError
 from specc.models.generation import check_streamer
 from specc.runtime.arguments import Arguments, read_arguments
 from specc.runtime.engine import Engine
@@ -22,7 +25,6 @@ from specc.runtime.scheduler import Progress, Request, Scheduler
 from specc.runtime.stats import Stats
 from specc.runtime.stopping import StopStrings
 from specc.runtime.weights import WeightWatch
-from specc.sampling import join
 from specc.sampling import join
 
 
@@ -41,12 +43,33 @@ class Compiled:
     def __init__(
         self, engine: Engine, method: Method, block: int, accept: AcceptRule, *, info: ModelInfo,
         tokenizer: Any = None, generation: Mapping[str, Any] | None = None, record: Any = None,
+        exact: Literal["bitwise"] | None = None,
     ) -> None:
-        self.engine, self.method, self.block, self.accept = engine, method, block, accept
+        self.engine, self.method, self.block, self.accept, self.exact = engine, method, block, accept, exact
         self.info, self.tokenizer, self.record = info, tokenizer, record
         self.generation_defaults = dict(generation or {})
         self._watch = WeightWatch(engine.builder.weights)
         self._lock = threading.Lock()
+        self._drafts = True
+        # The stream that holds the lock, and its thread: a stream that was left half read must not block its owner.
+        self._open: list[tuple[int, weakref.ref[Any]]] = []
+
+    def without_drafts(self) -> Compiled:
+        """Return the same object decoding plainly: the baseline. Engine and lock are shared.
+
+        With exact="bitwise" its steps run the same rows as before, only without drafts in them.
+        """
+        plain = copy.copy(self)
+        plain._drafts = False
+        if plain.exact is None:
+            plain.block = 0
+        return plain
+
+    def forget(self) -> None:
+        """Forget the texts of earlier calls: the next prompts are read whole, whatever they share with them."""
+        with self._alone():
+            for slot in range(self.engine.slots):
+                self.engine.forget(slot, 0)
 
     @property
     def max_length(self) -> int:
@@ -99,7 +122,7 @@ class Compiled:
         stops = StopStrings(arguments.stop_strings, tokenizer) if arguments.stop_strings else None
         for request in arguments.requests:
             request.own = replace(request.own, stops=stops)
-        with self._lock:
+        with self._alone():
             self._watch.check()
             out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
         return out if arguments.returns_dict else out.sequences
@@ -109,18 +132,34 @@ class Compiled:
     ) -> Iterator[tuple[object, list[int]]]:
         """Serve an iterator of requests on the compiled slots; finished slots are refilled while others run.
 
+        A stream that is left before its end is closed by the next call of its thread; other threads wait for it.
+
         Args:
             requests: pairs of an id and the arguments that `generate` takes for one sequence.
 
         Yields:
             (id, tokens): new tokens as they are decided; an empty list says that the sequence has ended.
         """
-        with self._lock:
+        if not isinstance(requests, Iterable):
+            raise InputError("requests", type(requests).__name__, "an iterable of (id, arguments of generate)")
+        me: list[weakref.ref[Any]] = []
+        served = self._serve(requests, me)
+        me.append(weakref.ref(served))
+        return served
+
+    def _serve(
+        self, requests: Iterable[tuple[object, Mapping[str, Any]]], me: Sequence[weakref.ref[Any]]
+    ) -> Iterator[tuple[object, list[int]]]:
+        with self._alone():
+            self._open[:] = [(threading.get_ident(), me[0])]
             self._watch.check()
             held: dict[int, tuple[object, StopStrings | None, list[int]]] = {}
 
             def read() -> Iterator[Request]:
-                for number, (name, given) in enumerate(requests):
+                for number, item in enumerate(requests):
+                    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Mapping):
+                        raise InputError("requests", item, "pairs of an id and a mapping of generate's arguments")
+                    name, given = item
                     arguments = self._one(dict(given))
                     request = arguments.requests[0]
                     request.key = number
@@ -153,6 +192,25 @@ class Compiled:
             finally:
                 progress.close()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one call run at a time; an unfinished stream of this thread is closed first."""
+        if not self._lock.acquire(blocking=False):
+            left = next((stream() for owner, stream in self._open if owner == threading.get_ident()), None)
+            if left is not None:
+                try:
+                    left.close()
+                except ValueError:  # it runs: we were called from inside its iterator of requests
+                    raise UnsupportedError(
+                        "this compiled object is in use", ["a stream of it is reading its requests from this very code"]
+                    ) from None
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._open.clear()
+            self._lock.release()
+
     def inspect(self) -> Inspection:
         """Return the step graph as text by stage, what each pass changed, and memory by part."""
         return inspect_engine(self.engine, self.method, self.block, self.accept)
@@ -162,6 +220,12 @@ class Compiled:
         before = len(self.engine.compiles)
         limit = min(3 + 2 * (self.block + 1), self.engine.capacity)
         self.generate(torch.zeros(1, 1, dtype=torch.int64), max_length=limit, eos_token_id=None, seed=0, **settings)
+        width = self.engine.feed + 2
+        if self.batch > 1 and self.block and width + 2 <= self.engine.capacity:
+            # A prompt of two chunks beside one of a token: the second chunk is read while the other sequence drafts.
+            mask = torch.ones(2, width, dtype=torch.int64)
+            mask[0, :-1] = 0
+            self.generate(torch.zeros_like(mask), mask, max_new_tokens=2, eos_token_id=None, seed=0, **settings)
         return self.engine.compiles[before:]
 
     def save(self, path: str | Path, *, native: bool = False, force: bool = False) -> None:
@@ -181,7 +245,12 @@ class Compiled:
         """
         from specc.artifact.save import Content, save  # heavy, and rarely needed
 
-        with self._lock:
+        if self.exact is not None:
+            raise UnsupportedError(
+                f"a package with exact={self.exact!r}", ["it would have to be self-tested again where it is loaded"],
+                "Compile without exact to save.",
+            )
+        with self._alone():
             self._watch.check()
             content = Content(
                 self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
@@ -199,42 +268,9 @@ class Compiled:
         wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
         return tuple(dict.fromkeys(f for f in wanted if f))
 
-    def save(self, path: str | Path, *, native: bool = False, force: bool = False) -> None:
-        """Write one self-contained package that `specc.load` runs without transformers and without tracing.
-
-        It holds the stages as graphs, the weights once, the tokenizer, the generation defaults and the tuning record.
-        Writing is atomic and reproducible.
-
-        Args:
-            path: the file, usually ``NAME.specc``.
-            native: also store native code for this device.
-            force: replace a file that is there.
-
-        Raises:
-            InputError: a file is there, or its folder is not.
-            UnsupportedError: a package cannot hold this; says what.
-        """
-        from specc.artifact.save import Content, save  # heavy, and rarely needed
-
-        with self._alone():
-            self._watch.check()
-            content = Content(
-                self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
-                self.engine.feed, self._usual_families(), self.tokenizer, self.generation_defaults, self.record,
-            )
-            save(content, Path(path), native=native, force=force)
-
-    def _usual_families(self) -> tuple[tuple[str, ...], ...]:
-        """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
-        families = []
-        for do_sample in (False, True):
-            arguments = self._one({"input_ids": torch.zeros(1, 1, dtype=torch.int64), "do_sample": do_sample, "seed": 0})
-            families.append(arguments.requests[0].families)
-        greedy, sampled = families
-        wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
-        return tuple(dict.fromkeys(f for f in wanted if f))
-
     def _one(self, given: dict[str, Any]) -> Arguments:
+        if given.get("input_ids") is None:
+            raise InputError("input_ids", None, "token ids in every request")
         arguments = read_arguments(
             given.pop("input_ids"), given.pop("attention_mask", None), defaults=self.generation_defaults,
             generation_config=given.pop("generation_config", None), seed=given.pop("seed", None),
@@ -246,7 +282,7 @@ class Compiled:
         return arguments
 
     def _scheduler(self, extras: tuple[str, ...]) -> Scheduler:
-        return Scheduler(self.engine, self.block, self.accept, extras)
+        return Scheduler(self.engine, self.block, self.accept, extras, is_uniform=self.exact is not None, drafts=self._drafts)
 
 
 def _cut(item: Progress, stops: StopStrings | None, tokens: list[int]) -> tuple[list[int], str | None]:
@@ -275,26 +311,32 @@ class _Collector:
         if self._streamer is not None:
             self._streamer.put(self._arguments.prompts.cpu())
         wanted = [r for r in self._arguments.requests if r.limit > r.ids.shape[0]]
-        for item in scheduler.run(wanted, stats):
-            index = int(str(item.request.key))
-            new, finish = _cut(item, self._stops, self._tokens[index])
-            if len(new) < len(item.record.tokens):
-                stats.forget(item.record, len(new))
-            for extra, rows in self._rows.items():
-                made = self._engine.outputs[extra][item.slot, : len(new)]
-                rows[index].extend(made.clone().unbind(0))
-            if self._streamer is not None and new:
-                self._streamer.put(torch.tensor(new))
-            if finish == "stop":
-                self._reasons[index] = "stop"
-                if item.finish is None:
-                    scheduler.cancel(item.request)
+        # Closed at once, whatever happens: later, it would end the slots of another call.
+        with closing(scheduler.run(wanted, stats)) as progress:
+            for item in progress:
+                self._take(item, scheduler, stats)
         if self._streamer is not None:
             self._streamer.end()
         return Generation(
             self._sequences(), tuple(self._reasons), stats.finish(),
             **{name: self._stack(extra) for extra, name in _EXTRA_NAMES.items()},
         )
+
+    def _take(self, item: Progress, scheduler: Scheduler, stats: Stats) -> None:
+        """Add what one step did to one sequence."""
+        index = int(str(item.request.key))
+        new, finish = _cut(item, self._stops, self._tokens[index])
+        if len(new) < len(item.record.tokens):
+            stats.forget(item.record, len(new))
+        for extra, rows in self._rows.items():
+            made = self._engine.outputs[extra][item.slot, : len(new)]
+            rows[index].extend(made.clone().unbind(0))
+        if self._streamer is not None and new:
+            self._streamer.put(torch.tensor(new))
+        if finish == "stop":
+            self._reasons[index] = "stop"
+            if item.finish is None:
+                scheduler.cancel(item.request)
 
     def _sequences(self) -> Tensor:
         prompts = self._arguments.prompts

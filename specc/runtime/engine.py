@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -160,6 +160,7 @@ class Engine:
         """Let slots take part in the next steps."""
         for slot in slots:
             self.state.state["running"][slot] = True
+            self.state.state["fresh"][slot] = True
 
     def rewind(self, slot: int) -> None:
         """Take a slot out until its rows have been fed again, as one prompt of its present length."""
@@ -169,6 +170,11 @@ class Engine:
     def stop(self, slot: int) -> None:
         """Take a slot out of the next steps; its tokens and caches stay, for a shared prefix."""
         self.state.state["running"][slot] = False
+
+    def forget(self, slot: int, rows: int) -> None:
+        """Count no more than the first ``rows`` tokens of a slot as tokens whose rows have run."""
+        length = self.state.state["length"]
+        length[slot] = min(int(length[slot]), rows + 1 if rows else 0)  # the newest token's row never has
 
     def history(self, slot: int) -> Tensor:
         """Return the committed tokens of a slot, int64 [tokens]."""
@@ -197,6 +203,21 @@ class Engine:
             tokens = tuple(row[len(RECORD) : len(RECORD) + count])
             records.append(SlotRecord(tokens, accepted, drafted, finish, bool(fault)))
         return records
+
+    @torch.no_grad()
+    def read(self, key: StepKey, drafts: Tensor) -> Tensor:
+        """Return the target's logits of a step's rows, float [slots, block + 1, vocab]; nothing is committed.
+
+        Args:
+            key: which step.
+            drafts: int64 [slots, block], read in place of a method's.
+        """
+        runner = self.runner(replace(key, part="target"))
+        for item, tensor in zip(runner.built.graph.inputs, runner.inputs, strict=True):
+            if item.name == "draft.tokens":
+                tensor.copy_(drafts)
+        outputs = dict(zip(runner.built.graph.outputs, runner.call(*runner.inputs), strict=True))
+        return outputs["verify.logits"].clone()
 
     def _run(self, key: StepKey) -> dict[str, Tensor]:
         runner = self.runner(key)

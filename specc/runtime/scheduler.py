@@ -1,7 +1,8 @@
 """Serve requests on the engine's slots: fill prompts in chunks, step, refill finished slots.
 
-One step at a time. While any prompt is unfinished the step is a filling one: one row per running slot and a chunk of
-prompt rows; otherwise it is a drafting one. A slot starts in the step that takes the last chunk of its prompt.
+One step at a time. While any prompt is unfinished the step is a filling one: a chunk of prompt rows beside the rows of
+the slots that run, which go on drafting. A slot starts in the step that takes the last chunk of its prompt, without
+drafts; from then on it drafts in every step, whatever the others do: its text is that of its own run.
 """
 
 from __future__ import annotations
@@ -61,10 +62,23 @@ class _Slot:
 
 
 class Scheduler:
-    """Runs requests to their end on the slots of an engine."""
+    """Runs requests to their end on the slots of an engine.
 
-    def __init__(self, engine: Engine, block: int, rule: AcceptRule, extras: tuple[str, ...] = ()) -> None:
+    Args:
+        engine: its slots are this scheduler's while it runs.
+        block: drafts per slot and step.
+        rule: the accept rule that most requests follow.
+        extras: what steps output beside tokens.
+        is_uniform: whether every step has the same rows, prompt rows and drafts both, whether they are needed or not.
+        drafts: false leaves the rows of drafts empty.
+    """
+
+    def __init__(
+        self, engine: Engine, block: int, rule: AcceptRule, extras: tuple[str, ...] = (), *,
+        is_uniform: bool = False, drafts: bool = True,
+    ) -> None:  # fmt: skip
         self.engine, self.block, self.rule, self.extras = engine, block, rule, extras
+        self.is_uniform, self.drafts = is_uniform, drafts
         self._slots: dict[int, _Slot] = {}
         self._families: tuple[str, ...] = ()
 
@@ -84,17 +98,29 @@ class Scheduler:
                 if not self._slots:
                     return
                 yield from self._step(stats)
-        finally:
+        except GeneratorExit:
+            raise  # between two steps, where every slot is what it is counted as
+        except BaseException:
+            # A step that broke off has written nobody knows what: no later request may share its rows.
             for slot in range(self.engine.slots):
-                self.engine.stop(slot)
-            self._slots.clear()
+                self.engine.forget(slot, 0)
+            raise
+        finally:
+            for slot in list(self._slots):
+                self._release(slot)
 
     def cancel(self, request: Request) -> None:
         """End a request early; its slot is free for the next one."""
         for slot, held in list(self._slots.items()):
             if held.request is request:
-                self.engine.stop(slot)
-                del self._slots[slot]
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        """Take a slot's request out before its end; of its tokens only those whose rows ran count from now on."""
+        held = self._slots.pop(slot)
+        self.engine.stop(slot)
+        if not held.running:
+            self.engine.forget(slot, held.fed)
 
     def _admit(self, pending: deque[Request]) -> None:
         free = [s for s in range(self.engine.slots) if s not in self._slots]
@@ -128,13 +154,21 @@ class Scheduler:
     def _step(self, stats: Stats) -> Iterator[Progress]:
         rows = self._fill()
         filling = bool(rows) or any(not s.running for s in self._slots.values())
-        key = self._key(0 if filling else self.block, self.engine.feed if filling else 0)
-        if filling:
+        # Slots that start now do not draft yet, so without others a filling step needs no drafts.
+        block = self.block if not filling or any(s.running for s in self._slots.values()) else 0
+        feed = self.engine.feed if filling else 0
+        if self.is_uniform:
+            block, feed = self.block, self.engine.feed
+        key = self._key(block, feed)
+        if feed:
             self.engine.set_feed(rows)
+        if filling:
             ready = [i for i, s in self._slots.items() if not s.running and s.fed >= s.length - 1]
             self.engine.start(ready)
             for slot in ready:
                 self._slots[slot].running = True
+        if not self.drafts:
+            self.engine.start([i for i, s in self._slots.items() if s.running])  # in a first step nothing is drafted
         begin = time.perf_counter()
         rules = {i: s.request.own for i, s in self._slots.items() if s.running and s.request.own.needs_host}
         records = self.engine.step(key, rules)

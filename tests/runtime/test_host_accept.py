@@ -12,8 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, MinLengthLogitsPr
 
 from specc.errors import InputError
 from specc.sampling.constraint import Constraint, mask_rows
-from tests.serving import PROMPTS, VOCAB, compiled, plain_text
-from tests.tiny import tiny_tokenizer
+from tests.serving import PROMPTS, VOCAB, compiled, letters_tokenizer, plain_text
 
 NEW = 14
 SAMPLED = {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "top_k": 30}
@@ -100,7 +99,7 @@ def test_sampling_comes_after_it(accept):
 
 
 def test_nothing_is_asked_behind_a_stop():
-    tokenizer = tiny_tokenizer()
+    tokenizer = letters_tokenizer()
     free = plain_text(PROMPTS[0], max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()]))
     for end in range(1, 8):
         for settings in ({"eos_token_id": free[end]}, {"stop_strings": tokenizer.decode(free[end : end + 2])}):

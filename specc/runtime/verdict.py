@@ -1,0 +1,229 @@
+"""Say whether speculation changed greedy text, and if so whether rounding explains it: the verdict "tie" or "bug".
+
+Two steps that run other numbers of rows round differently, so where two tokens are nearly equal either may win. That
+is a tie: the gap between the two tokens is within the error measured between row counts at that very position, and the
+logits of the speculative run are as near to a fresh reading as rounding allows. Everything else is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specc.errors import InputError
+from specc.runtime.compiled import Compiled
+from specc.runtime.generation import Generation
+
+_OURS = frozenset({
+    "num_return_sequences", "return_dict_in_generate", "output_logits", "pad_token_id", "streamer", "input_ids",
+    "attention_mask", "inputs",
+})  # fmt: skip
+# A flip needs two logits to move, and each reading is one sample of an error that also piles up in K/V.
+_SPREAD = 4.0
+# More than so many roundings of the largest logit between two row counts is no rounding error.
+_PLAUSIBLE = 64.0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a prompt's text differs.
+
+    Attributes:
+        prompt: index of the prompt.
+        position: of the token in the sequence, prompt included.
+        plain: token of the run without speculation; None where that run had ended.
+        speculative: token of the run with speculation; None where that run had ended.
+        gap: how far the plain run's logits put its own token ahead of the other: the top-2 gap, as a rule.
+        error: largest difference of the position's logits between row counts, fresh readings on this device.
+        strayed: largest difference of the speculative run's logits there to the fresh reading of one row.
+        verdict: "tie" where rounding explains it, else "bug".
+        reason: the verdict in words.
+    """
+
+    prompt: int
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float
+    error: float
+    strayed: float
+    verdict: Literal["tie", "bug"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found; equal prompts have no entry."""
+
+    method: str
+    block: int
+    backend: str
+    dtype: str
+    exact: str | None
+    prompts: int
+    tokens: int  # that were compared
+    mean_accepted_length: float
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every divergence is a tie; with exact="bitwise" there must be none at all."""
+        return not any(d.verdict == "bug" for d in self.divergences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        return {**asdict(self), "is_lossless": self.is_lossless}
+
+    def render(self) -> str:
+        """Return the report as text."""
+        same = self.prompts - len(self.divergences)
+        lines = [
+            f"{self.method}, block {self.block}, {self.backend}, {self.dtype}: {same} of {self.prompts} prompts equal, "
+            f"{self.tokens} tokens compared, {self.mean_accepted_length:.2f} tokens per step"
+        ]
+        for d in self.divergences:
+            lines.append(
+                f"  {d.verdict}: prompt {d.prompt}, position {d.position}: token {_name(d.plain)} without, "
+                f"{_name(d.speculative)} with speculation; gap {d.gap:.3g}, error between row counts {d.error:.3g}, "
+                f"speculative logits off by {d.strayed:.3g}: {d.reason}"
+            )
+        lines.append("lossless" if self.is_lossless else "NOT lossless: please report this")
+        return "\n".join(lines)
+
+
+def verify_text(
+    compiled: Compiled, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **settings: Any
+) -> VerifyReport:
+    """Generate with and without speculation and judge every first difference.
+
+    Args:
+        compiled: what is judged.
+        prompts: int64 [tokens] each.
+        max_new_tokens: of each prompt.
+        **settings: of generation, processors and penalties included; it stays greedy.
+    """
+    if not prompts:
+        raise InputError("prompts", "none", "at least one prompt")
+    if settings.get("do_sample"):
+        raise InputError("do_sample", True, "greedy text only: sampled text is compared with accept='coupled' and a seed")
+    for name in _OURS & set(settings):
+        raise InputError("settings", name, "settings that do not decide what is compared")
+    given = {**settings, "do_sample": False, "pad_token_id": -1, "max_new_tokens": max_new_tokens}
+    ids, mask = _padded(prompts)
+    plain = _Run(compiled.without_drafts(), ids, mask, given)
+    drafted = _Run(compiled, ids, mask, given)
+    found = []
+    compared = 0
+    for index, prompt in enumerate(prompts):
+        one, other = plain.text(index), drafted.text(index)
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        compared += at
+        if len(one) != len(other) or at < len(one):
+            found.append(_judge(compiled, prompt, index, at, plain, drafted, settings))
+    return VerifyReport(
+        compiled.method.name, compiled.block, compiled.engine.backend.name, str(_dtype(compiled)).removeprefix("torch."),
+        compiled.exact, len(prompts), compared, drafted.result.stats.mean_accepted_length, tuple(found),
+    )
+
+
+class _Run:
+    """One generation over all prompts, with logits."""
+
+    def __init__(self, compiled: Compiled, ids: Tensor, mask: Tensor, settings: dict[str, Any]) -> None:
+        self.result = generate(compiled, ids, mask, **settings)
+        self._width = ids.shape[1]
+
+    def text(self, index: int) -> list[int]:
+        row: list[int] = self.result.sequences[index, self._width :].tolist()
+        return row[: row.index(-1)] if -1 in row else row
+
+    def logits(self, index: int, at: int) -> Tensor | None:
+        rows = self.result.logits or ()
+        return rows[at][index] if at < len(self.text(index)) else None
+
+
+def generate(compiled: Compiled, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> Generation:
+    """Generate and return logits, too; nothing cached by an earlier call is used."""
+    compiled.forget()
+    out = compiled.generate(ids, mask, output_logits=True, return_dict_in_generate=True, **settings)
+    assert isinstance(out, Generation)
+    return out
+
+
+def _judge(
+    compiled: Compiled, prompt: Tensor, index: int, at: int, plain: _Run, drafted: _Run, settings: dict[str, Any]
+) -> Divergence:
+    """Judge one divergence by fresh readings of its position with one row and with a block of rows."""
+    text = torch.cat([prompt, torch.tensor(plain.text(index)[:at], dtype=torch.int64)])
+    tokens = [run.text(index)[at] if at < len(run.text(index)) else None for run in (plain, drafted)]
+    rows = [run.logits(index, at) for run in (plain, drafted)]
+    place = {"prompt": index, "position": text.shape[0], "plain": tokens[0], "speculative": tokens[1]}
+    ours, theirs = tokens
+    if rows[0] is None or rows[1] is None or ours is None or theirs is None:
+        nan = float("nan")
+        return Divergence(**place, gap=nan, error=nan, strayed=nan, verdict="bug", reason="one run ended before the other")
+    one, many = _fresh(compiled, text)
+    floor = torch.finfo(_dtype(compiled)).eps * float(one.abs().max())
+    error = max(float((one - many).abs().max()), float((rows[0] - one).abs().max()))
+    strayed = float((rows[1] - one).abs().max())
+    gap = float(rows[0][ours] - rows[0][theirs])
+    allowed = max(error, floor)
+    if compiled.exact is not None:
+        reason = "exact='bitwise' promises equal bits"
+    elif error > _PLAUSIBLE * floor:
+        reason = f"rounding moves logits by some {floor:.1g} here, the row counts differ by more"
+    elif strayed > _SPREAD * allowed:
+        reason = "the speculative run's logits are not those of this text"
+    elif gap > _SPREAD * allowed:
+        reason = "the gap is larger than the error"
+    else:
+        return Divergence(**place, gap=gap, error=error, strayed=strayed, verdict="tie", reason="rounding explains it")
+    return Divergence(**place, gap=gap, error=error, strayed=strayed, verdict="bug", reason=reason)
+
+
+def _fresh(compiled: Compiled, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits behind ``text`` read anew: by a step of one row, and by a step of a block of rows.
+
+    The second reads a token less as its prompt and is made to say that token, so that its next step is the one wanted.
+    """
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "repetition_penalty": 1.0}
+    count = text.shape[0]
+    one = generate(compiled.without_drafts(), text[None], max_new_tokens=1, **settings)
+    assert one.logits is not None
+    if count < 2:
+        return one.logits[0][0], one.logits[0][0]
+    many = generate(
+        compiled, text[None, :-1], max_new_tokens=2, logits_processor=[_forced(count - 1, int(text[-1]))], **settings
+    )
+    assert many.logits is not None
+    return one.logits[0][0], many.logits[1][0]
+
+
+def _forced(length: int, token: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def force(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] != length:
+            return scores
+        out = torch.full_like(scores, float("-inf"))
+        out[:, token] = 0.0
+        return out
+
+    return force
+
+
+def _dtype(compiled: Compiled) -> torch.dtype:
+    weights = compiled.engine.builder.weights.items()
+    return next(t.dtype for n, t in weights if n.startswith("target.") and t.is_floating_point())
+
+
+def _padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(prompt.shape[0] for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - prompt.shape[0] :] = prompt
+        mask[row, width - prompt.shape[0] :] = 1
+    return ids, mask
