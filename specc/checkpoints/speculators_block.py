@@ -7,6 +7,7 @@ Tensor names are z-lab's, so that key is also what tells the two layouts apart: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 from specc.checkpoints.block_weights import (
@@ -78,10 +79,23 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
         raise fields.refuse(
             "draft_vocab_size", draft_vocab, f"{vocab}: DFlash 2 codebooks are indexed by target ids"
         )
+    if config.confidence is not None and fields.has("sts_temperatures"):
+        config = replace(
+            config, confidence=replace(config.confidence, temperatures=_temperatures(fields, config.drafts))
+        )
     if config.drafts < 1:
         raise fields.refuse("block_size", config.block, "at least 2: the anchor's row drafts nothing")
     fields.finish()
     return bundle(folder, method, f"speculators-{method}", load_block(folder, config, target), notes)
+
+
+def _temperatures(fields: Fields, drafts: int) -> tuple[float, ...]:
+    """Read the confidence head's temperatures: one per draft position, as TensorRT-LLM names them."""
+    found = fields.raw("sts_temperatures", None)
+    right = isinstance(found, list) and len(found) == drafts
+    if not right or not all(isinstance(t, int | float) and not isinstance(t, bool) and t > 0 for t in found):
+        raise fields.refuse("sts_temperatures", repr(found), f"{drafts} numbers above 0, one per draft position")
+    return tuple(float(t) for t in found)
 
 
 def _causal(fields: Fields, windows: tuple[int | None, ...]) -> tuple[bool, ...]:

@@ -154,6 +154,8 @@ def _config(
             "markov_head_type": markov.type if markov is not None else "vanilla",
             "markov_rank": markov.rank if markov is not None else 0,
         }
+        if confidence is not None and confidence.temperatures is not None:
+            written["sts_temperatures"] = list(confidence.temperatures)
     return written
 
 

@@ -26,10 +26,15 @@ class MarkovConfig:
 
 @dataclass(frozen=True)
 class ConfidenceConfig:
-    """What the confidence head reads beside the row's output after the final norm."""
+    """What the confidence head reads beside the row's output after the final norm.
+
+    ``temperatures`` divide its logits, one per draft position, so that their survival is calibrated (methods.md
+    5.5); None = they are taken as they are.
+    """
 
     with_markov: bool
     bias: bool = True
+    temperatures: tuple[float, ...] | None = None
 
 
 class MarkovHead(nn.Module):

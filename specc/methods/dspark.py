@@ -97,7 +97,13 @@ class DSpark:
             if config.confidence is not None:
                 confidence.append(drafter.confidence_head(row, embedded))
             previous = context.draw(logits, index, ids=_name(drafter, allowed))
-        return torch.stack(confidence, dim=1).float() if confidence else None
+        if not confidence:
+            return None
+        logits = torch.stack(confidence, dim=1).float()
+        temperatures = config.confidence.temperatures if config.confidence is not None else None
+        if temperatures is not None:
+            logits = logits / logits.new_tensor(temperatures[: context.block])
+        return logits
 
 
 def _name(drafter: BlockDrafter, candidates: Tensor | None) -> Tensor | None:

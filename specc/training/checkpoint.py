@@ -17,7 +17,9 @@ from specc.errors import ArtifactError
 NAME = "state/training.safetensors"  # in a folder of its own: a drafter folder holds the drafter alone
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
+def save_state(
+    folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]
+) -> None:
     """Write the state; the old file is there until the new one is whole."""
     tensors = {f"module.{n}": t.detach().cpu().contiguous() for n, t in module.state_dict().items()}
     for name, value in _trained(module).items():
@@ -45,7 +47,9 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 def restore(tensors: Mapping[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a state's weights and moments back."""
-    module.load_state_dict({n.removeprefix("module."): t for n, t in tensors.items() if n.startswith("module.")})
+    module.load_state_dict(
+        {n.removeprefix("module."): t for n, t in tensors.items() if n.startswith("module.")}
+    )
     for name, value in _trained(module).items():
         prefix = f"optimizer.{name}."
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -36,7 +36,8 @@ class DataPlan:
 
     Attributes:
         tokens: Answer tokens in all.
-        answer_tokens, prompt_tokens: Caps on one answer and on one sampled prompt; a longer prompt is dropped.
+        answer_tokens, prompt_tokens: Caps on one answer and on one sampled prompt; a longer prompt is
+            dropped.
         capacity: Tokens of a whole sequence.
         slots: Sequences that run at once.
         shard_tokens: Answer tokens of a shard: what a kill can lose.
@@ -75,8 +76,13 @@ class Collector:
     """
 
     def __init__(
-        self, target: LoadedModel, runner: TargetRunner, folder: Path, plan: DataPlan,
-        user: list[list[dict[str, str]]] | None = None, evaluation: prompting.Evaluation | None = None,
+        self,
+        target: LoadedModel,
+        runner: TargetRunner,
+        folder: Path,
+        plan: DataPlan,
+        user: list[list[dict[str, str]]] | None = None,
+        evaluation: prompting.Evaluation | None = None,
     ) -> None:
         if target.tokenizer is None or not getattr(target.tokenizer, "chat_template", None):
             raise UnsupportedError(
@@ -98,11 +104,16 @@ class Collector:
         self._next = 1 + max((f["last_seed"] for f in done), default=plan.seed - 1)
         self._shards = len(done)
         self.seen = prompting.Seen(k["text"] for f in done for k in f["prompts"])
-        self._user = deque(m for m in user or [] if prompting.text_of(m) not in
-                           {k["text"] for f in done for k in f["prompts"]})
+        self._user = deque(
+            m
+            for m in user or []
+            if prompting.text_of(m) not in {k["text"] for f in done for k in f["prompts"]}
+        )
         self._from_user = user is not None
 
-    def run(self, progress: Callable[[str], None] = logger.info, stop: Callable[[], bool] = lambda: False) -> None:
+    def run(
+        self, progress: Callable[[str], None] = logger.info, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         """Make shards until the plan is met, the user's prompts are answered, or ``stop`` says so."""
         self._stop = stop
         for item in self.runner.run(self._requests()):
@@ -116,6 +127,8 @@ class Collector:
                 self._flush(progress)
         if self._pending:
             self._flush(progress)
+        if not self._shards:
+            raise InputError("prompts", dict(self.dropped), "some that are of use: all were dropped, for these reasons")
 
     def _requests(self) -> Iterator[Request]:
         """Yield answers to prompts that are ready first, then new prompts."""
@@ -132,7 +145,7 @@ class Collector:
             elif self._from_user:
                 return
             else:
-                made = self._invent(random.Random(self._next))  # noqa: S311  not for secrets
+                made = self._invent(random.Random(self._next))
                 if made is not None:
                     yield made
 
@@ -161,16 +174,26 @@ class Collector:
         conversation = _Conversation(category if opener else "bare", opener, "t1.0" if hot else "t0.8")
         ids = self._encode(self._header([]) + opener)
         if len(ids) + self.plan.prompt_tokens > self.plan.capacity:
-            raise InputError("capacity", self.plan.capacity, "more tokens than the chat template and a prompt take")
+            raise InputError(
+                "capacity", self.plan.capacity, "more tokens than the chat template and a prompt take"
+            )
         return self.runner.request(
-            conversation, ids, self.plan.prompt_tokens, seed, do_sample=True,
-            temperature=1.0 if hot else 0.8, top_p=0.95, top_k=0,
+            conversation,
+            ids,
+            self.plan.prompt_tokens,
+            seed,
+            do_sample=True,
+            temperature=1.0 if hot else 0.8,
+            top_p=0.95,
+            top_k=0,
         )
 
     def _answer(self, conversation: _Conversation) -> Request:
         seed = self._seed()
-        chance = random.Random(seed)  # noqa: S311
-        text = self.tokenizer.apply_chat_template(conversation.messages, tokenize=False, add_generation_prompt=True)
+        chance = random.Random(seed)
+        text = self.tokenizer.apply_chat_template(
+            conversation.messages, tokenize=False, add_generation_prompt=True
+        )
         ids = self._encode(text)
         room = min(self.plan.answer_tokens, self.plan.capacity - len(ids))
         settings: dict[str, Any] = {"do_sample": False}
@@ -203,7 +226,7 @@ class Collector:
 
     def _keep(self, text: str) -> bool:
         why = prompting.fault(text, self._specials) or self.seen.fault(text)
-        if why is None and len(self._encode(text)) > self.plan.capacity - 96:
+        if why is None and len(self._encode(text)) > self.plan.capacity // 2:
             why = "too long"
         if why is None and self.evaluation.is_close(text):
             why = "close to an evaluation prompt"
@@ -223,7 +246,9 @@ class Collector:
             "text": prompting.text_of(conversation.messages), "category": conversation.category,
             "setting": conversation.setting, "tokens": len(item.ids) - item.prompt,
         })  # fmt: skip
-        paragraph = self.tokenizer.decode(item.ids[item.prompt :], skip_special_tokens=True).split("\n\n")[0].strip()
+        paragraph = (
+            self.tokenizer.decode(item.ids[item.prompt :], skip_special_tokens=True).split("\n\n")[0].strip()
+        )
         if 12 <= len(paragraph.split()) <= 90:
             self._texts = [*self._texts[-63:], paragraph]
 

@@ -1,7 +1,7 @@
 """The order in which recorded sequences are trained on: shuffled, bounded in memory, and exact to resume.
 
-A run's order depends on its seed, the epoch and how many shards there were when the epoch began; a cursor of those
-is all that a checkpoint keeps.
+A run's order depends on its seed, the epoch and how many shards there were when the epoch began; a cursor of
+those is all that a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Feed:
         cursor: Where to go on.
     """
 
-    def __init__(self, folder: Path, seed: int, cursor: Cursor = Cursor()) -> None:  # noqa: B008  frozen
+    def __init__(self, folder: Path, seed: int, cursor: Cursor = Cursor()) -> None:
         self.folder, self.seed, self.cursor = folder, seed, cursor
         self._held: dict[Path, list[Example]] = {}
         self._order: list[tuple[int, int]] = []
@@ -59,7 +59,9 @@ class Feed:
             self.cursor = Cursor(self.cursor.epoch + 1, len(self._shards()), 0, self.cursor.number)
             self._arrange()
             if count > len(self._order):
-                raise InputError("batch", count, f"at most {len(self._order)}, the sequences there are to train on")
+                raise InputError(
+                    "batch", count, f"at most {len(self._order)}, the sequences there are to train on"
+                )
         picked = self._order[self.cursor.taken : self.cursor.taken + count]
         examples = [self._examples(shard)[index] for shard, index in picked]
         numbers = range(self.cursor.number, self.cursor.number + count)

@@ -37,7 +37,8 @@ class Plan:
     """How long and how fast to train.
 
     Attributes:
-        steps, minutes: The end, whichever comes first; the schedule runs over the nearer one. Only a run bounded
+        steps, minutes: The end, whichever comes first; the schedule runs over the nearer one. Only a run
+            bounded
             by steps alone is the same run again: minutes depend on the machine.
         batch: Sequences per step, over all processes.
         rate: Peak learning rate; warmed up over ``warmup`` of the run, then down a cosine to zero.
@@ -101,8 +102,16 @@ class Trainer:
     """
 
     def __init__(
-        self, target: LoadedModel, sizes: Sizes, plan: Plan, options: LossOptions, data: Path, output: Path, *,
-        resume: bool = False, say: Callable[[str], None] = logger.info,
+        self,
+        target: LoadedModel,
+        sizes: Sizes,
+        plan: Plan,
+        options: LossOptions,
+        data: Path,
+        output: Path,
+        *,
+        resume: bool = False,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         self.target, self.sizes, self.plan, self.options = target, sizes, plan, options
         self.output, self.say = output, say
@@ -118,7 +127,9 @@ class Trainer:
         self.info, self.module = self._make(found)
         self.module.to(self.device, torch.float32).train()
         self.optimizer = torch.optim.AdamW(
-            [p for p in self.module.parameters() if p.requires_grad], lr=plan.rate, betas=(0.9, 0.95),
+            [p for p in self.module.parameters() if p.requires_grad],
+            lr=plan.rate,
+            betas=(0.9, 0.95),
             weight_decay=plan.weight_decay,
         )
         if found is not None:
@@ -140,7 +151,9 @@ class Trainer:
         began = found[1]["sizes"]
         wanted = _plain(asdict(self.sizes))
         if began != wanted:
-            raise InputError("resume", wanted, f"the drafter that the run in {self.output} began with: {began}")
+            raise InputError(
+                "resume", wanted, f"the drafter that the run in {self.output} began with: {began}"
+            )
         counts = torch.tensor(found[1]["counts"])
         self._counts = torch.zeros(self.target.info.vocab, dtype=torch.int64)
         self._counts[counts[:, 0]] = counts[:, 1]
@@ -168,9 +181,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        result = self.objective(self.module, batch, self.reference, self.parts.embed, self.options, self.plan.seed)
+        result = self.objective(
+            self.module, batch, self.reference, self.parts.embed, self.options, self.plan.seed
+        )
         loss = result.loss(self._sum)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if self.world > 1:
             for parameter in trained:
@@ -213,12 +228,19 @@ class Trainer:
         for begin in range(0, len(examples), 8):
             part = examples[begin : begin + 8]
             batch = collate(part, range(begin, begin + len(part))).to(self.device)
-            results.append(self.objective(self.module, batch, self.reference, self.parts.embed, self.options, 1))
+            results.append(
+                self.objective(self.module, batch, self.reference, self.parts.embed, self.options, 1)
+            )
         self.module.train()
         prefix = torch.stack([r.prefix for r in results if r.prefix is not None]).sum(0)
         total = torch.stack([r.total for r in results if r.total is not None]).sum(0)
         overlaps = [r.overlap for r in results if r.overlap is not None]
-        return prefix, total, torch.stack(overlaps).sum(0) if overlaps else None, sum(float(r.loss().detach()) for r in results) / len(results)
+        return (
+            prefix,
+            total,
+            torch.stack(overlaps).sum(0) if overlaps else None,
+            sum(float(r.loss().detach()) for r in results) / len(results),
+        )
 
     def save(self) -> None:
         """Write the state, and the drafter as it is now in the speculators layout."""
@@ -235,7 +257,9 @@ class Trainer:
 
     def _line(self, result: Result) -> str:
         h = self.history
-        terms = ", ".join(f"{n} {float(s.detach() / d.clamp(min=1e-9)):.3f}" for n, (_, s, d) in result.terms.items())
+        terms = ", ".join(
+            f"{n} {float(s.detach() / d.clamp(min=1e-9)):.3f}" for n, (_, s, d) in result.terms.items()
+        )
         rate = ""
         if result.prefix is not None and result.total is not None:
             shares = (result.prefix / result.total.clamp(min=1)).tolist()
@@ -254,7 +278,9 @@ def export(folder: Path, info: DrafterInfo, module: nn.Module, target: LoadedMod
 def make_reference(parts: TargetParts, module: Any) -> Reference:
     """Return what the target says, over the drafter's vocabulary."""
     vocab = parts.head.shape[0]
-    ids = module.target_ids if module.target_ids is not None else torch.arange(vocab, device=parts.head.device)
+    ids = (
+        module.target_ids if module.target_ids is not None else torch.arange(vocab, device=parts.head.device)
+    )
     index = torch.full((vocab,), -1, dtype=torch.int64, device=parts.head.device)
     index[ids] = torch.arange(len(ids), device=parts.head.device)
     head = parts.head if len(ids) == vocab else parts.head[ids]
@@ -267,8 +293,13 @@ def share(batch: Batch, rank: int, world: int) -> Batch:
         return batch
     pick = slice(rank, None, world)
     return Batch(
-        batch.ids[pick], batch.first[pick], batch.end[pick], batch.features[pick], batch.final[pick],
-        batch.log_total[pick], batch.number[pick],
+        batch.ids[pick],
+        batch.first[pick],
+        batch.end[pick],
+        batch.features[pick],
+        batch.final[pick],
+        batch.log_total[pick],
+        batch.number[pick],
     )
 
 

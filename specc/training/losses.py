@@ -1,7 +1,7 @@
 """The objectives of the block methods and the choice of one: methods.md 4.5, 5.4 and 6.3.
 
-An objective returns terms, each a sum and what to divide it by, so that the division can be by the sum over all
-processes. Its counts are for reports: rows right and prefixes right, per position.
+An objective returns terms, each a sum and what to divide it by, so that the division can be by the sum over
+all processes. Its counts are for reports: rows right and prefixes right, per position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from specc.training.terms import Embed, LossOptions, Objective, Reference, Resul
 
 def objective(method: str) -> Objective:
     """Return the objective of a method."""
-    return {"dspark": dspark, "dflash": dflash, "dflash2": dflash, "eagle3": eagle3}[method]
+    known: dict[str, Objective] = {"dspark": dspark, "dflash": dflash, "dflash2": dflash, "eagle3": eagle3}
+    return known[method]
 
 
 def dspark(

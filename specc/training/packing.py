@@ -1,12 +1,12 @@
 """Batches of recorded sequences, and blocks at many anchors of a sequence packed into one pass.
 
-A block sees its sequence's context before its anchor and itself, nothing of other blocks: the mask says so, and
-one attention call over [context, all blocks] does the work of as many inference steps.
+A block sees its sequence's context before its anchor and itself, nothing of other blocks: the mask says so,
+and one attention call over [context, all blocks] does the work of as many inference steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,15 @@ class Batch:
     number: tuple[int, ...]
 
     def to(self, device: torch.device) -> Batch:
-        moved = (self.ids, self.first, self.end, self.features, self.final, self.log_total)
-        return Batch(*(t.to(device) for t in moved), number=self.number)
+        return Batch(
+            self.ids.to(device),
+            self.first.to(device),
+            self.end.to(device),
+            self.features.to(device),
+            self.final.to(device),
+            self.log_total.to(device),
+            self.number,
+        )
 
 
 def collate(examples: Sequence[Example], numbers: Sequence[int]) -> Batch:
@@ -67,8 +74,8 @@ def collate(examples: Sequence[Example], numbers: Sequence[int]) -> Batch:
 def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw ``count`` anchors per sequence, sorted; returns them int64 [batch, count] and which are real.
 
-    An anchor is an answer position that has a next token: what a step starts from. What is drawn depends on the
-    seed and the sequence's number alone, so neither a resumed run nor the number of processes changes it.
+    An anchor is an answer position that has a next token: what a step starts from. What is drawn depends on
+    the seed and the sequence's number alone, so neither a resumed run nor the number of processes changes it.
     """
     anchors = torch.zeros(len(batch.number), count, dtype=torch.int64)
     real = torch.zeros(len(batch.number), count, dtype=torch.bool)
@@ -105,7 +112,7 @@ class Blocks:
 
 
 def run_blocks(
-    drafter: BlockDrafter, batch: Batch, anchors: Tensor, real: Tensor, embed: torch.nn.Module | object
+    drafter: BlockDrafter, batch: Batch, anchors: Tensor, real: Tensor, embed: Callable[[Tensor], Tensor]
 ) -> Blocks:
     """Run whole blocks at all anchors in one pass."""
     config = drafter.config
@@ -117,14 +124,22 @@ def run_blocks(
     token = torch.full_like(position, config.mask_token)
     token[:, :, 0] = batch.ids.gather(1, anchors)
     hidden = drafter(
-        drafter.embed(token, embed), position, _attend(config, known, position, anchors)  # type: ignore[arg-type]  # a module is callable
+        drafter.embed(token, embed),
+        position,
+        _attend(config, known, position, anchors),
     )
     index = torch.arange(drafts, device=anchors.device)
     column = anchors[:, :, None] + index
     valid = (column + 1 < batch.end[:, None, None]) & real[:, :, None]
     column = torch.where(valid, column, 0)
     batches = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-    return Blocks(hidden[:, :, rows - drafts :], batch.ids[batches, column + 1], batch.ids[batches, column], column, valid)
+    return Blocks(
+        hidden[:, :, rows - drafts :],
+        batch.ids[batches, column + 1],
+        batch.ids[batches, column],
+        column,
+        valid,
+    )
 
 
 def _attend(
@@ -147,9 +162,13 @@ def _attend(
         keys = torch.cat([context_key, key.flatten(1, 2)], dim=1).transpose(1, 2)
         values = torch.cat([context_value, value.flatten(1, 2)], dim=1).transpose(1, 2)
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.flatten(1, 2).transpose(1, 2), keys, values, attn_mask=mask, scale=config.layer.scale,
+            query.flatten(1, 2).transpose(1, 2),
+            keys,
+            values,
+            attn_mask=mask,
+            scale=config.layer.scale,
             enable_gqa=config.layer.kv_heads != config.layer.heads,
         )
-        return out.transpose(1, 2).unflatten(1, (count, rows))
+        return torch.unflatten(out.transpose(1, 2), 1, (count, rows))
 
     return attend

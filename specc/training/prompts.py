@@ -1,7 +1,7 @@
 """User turns written by the target itself: openers and topics, cleaning, near duplicates, evaluation overlap.
 
-An instruct model has learnt what stands in a user turn. Given its own chat template up to the user header, and
-perhaps the first words, it goes on; no data set is needed.
+An instruct model has learnt what stands in a user turn. Given its own chat template up to the user header,
+and perhaps the first words, it goes on; no data set is needed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def _messages(item: Any, where: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": item["prompt"]}]
     messages = item.get("messages") if isinstance(item, dict) else None
     if not isinstance(messages, list) or not messages or messages[-1].get("role") != "user":
-        raise InputError("prompts", where, "an object with `prompt`, or with `messages` that end with a user turn")
+        raise InputError(
+            "prompts", where, "an object with `prompt`, or with `messages` that end with a user turn"
+        )
     return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from specc import ops
-from specc.backends import choose
 from specc.build import StepBuilder, make_target
-from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec
+from specc.contracts import Backend, Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec
 from specc.models.decoder_layer import final_norm
 from specc.models.load import LoadedModel
 from specc.runtime.arguments import read_arguments
@@ -89,25 +88,30 @@ class TargetRunner:
         taps: The states to keep, each "after j layers"; the last layer's is kept anyway.
         slots: Sequences that run at once.
         capacity: Tokens a sequence can hold.
-        backend: As in `specc.compile`.
+        backend: What compiles the step.
     """
 
     def __init__(
-        self, target: LoadedModel, taps: tuple[int, ...], *, slots: int, capacity: int, backend: str = "auto"
+        self, target: LoadedModel, taps: tuple[int, ...], *, slots: int, capacity: int, backend: Backend
     ) -> None:
         self.target, self.taps = target, taps
-        runner, _ = choose(backend, next(target.module.parameters()).device)
         shape = Shape(slots, capacity, target.info.vocab)
         method = Recorder((*taps, target.info.layers))
         builder = StepBuilder(make_target(target.module, target.info), method, None, shape)
-        self.engine = Engine(builder, runner, min(FEED_ROWS, capacity))
+        self.engine = Engine(builder, backend, min(FEED_ROWS, capacity))
         self._norm = final_norm(target.module)
 
     def request(self, key: object, ids: Tensor, new_tokens: int, seed: int, **settings: Any) -> Request:
         """Return a request as `Compiled.generate` would make it."""
         arguments = read_arguments(
-            ids[None], None, defaults=self.target.generation, generation_config=None, accept="ratio",
-            given={"max_new_tokens": new_tokens, **settings}, seed=seed, vocab=self.target.info.vocab,
+            ids[None],
+            None,
+            defaults=self.target.generation,
+            generation_config=None,
+            accept="ratio",
+            given={"max_new_tokens": new_tokens, **settings},
+            seed=seed,
+            vocab=self.target.info.vocab,
             capacity=self.engine.capacity,
         )
         request = arguments.requests[0]
@@ -129,9 +133,13 @@ class TargetRunner:
             made.setdefault(item.slot, []).extend(item.record.tokens)
             if item.finish is None:
                 continue
-            yield self._recorded(item.request, item.slot, made.pop(item.slot), totals.pop(item.slot), item.finish)
+            yield self._recorded(
+                item.request, item.slot, made.pop(item.slot), totals.pop(item.slot), item.finish
+            )
 
-    def _recorded(self, request: Request, slot: int, new: list[int], totals: list[float], finish: str) -> Recorded:
+    def _recorded(
+        self, request: Request, slot: int, new: list[int], totals: list[float], finish: str
+    ) -> Recorded:
         ids = torch.cat([request.ids.cpu(), torch.tensor(new, dtype=torch.int64)])
         prompt = int(request.ids.shape[0])
         rows = self.engine.state.method["features"][slot, : len(ids) - 1]
@@ -140,5 +148,11 @@ class TargetRunner:
         log_total = torch.zeros(len(ids) - 1)
         log_total[prompt - 1 :] = torch.tensor(totals)
         return Recorded(
-            request.key, ids, prompt, rows[:, :-hidden].cpu().clone(), final.cpu(), log_total, finish == "stop"
+            request.key,
+            ids,
+            prompt,
+            rows[:, :-hidden].cpu().clone(),
+            final.cpu(),
+            log_total,
+            finish == "stop",
         )

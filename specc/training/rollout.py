@@ -1,7 +1,8 @@
 """EAGLE-3's objective: the drafter is trained on its own outputs, as it will run (methods.md 2.8).
 
-Row t pairs the feature of position t with token t + 1. Step 0 reads true features, each later step the output of
-the one before, tokens moved on by one; it attends to step 0's keys up to t and, of later steps, to its own row.
+Row t pairs the feature of position t with token t + 1. Step 0 reads true features, each later step the
+output of the one before, tokens moved on by one; it attends to step 0's keys up to t and, of later steps, to
+its own row.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _first(keys: dict[int, _Keys]) -> Attend:
     def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys[index] = _Keys(key, value)
         return torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
             enable_gqa=key.shape[2] != query.shape[2],
         ).transpose(1, 2)
 
@@ -73,7 +77,7 @@ def _later(keys: dict[int, _Keys], rows: Tensor) -> Attend:
         held = keys[index]
         held.later.append((key, value))
         groups, scale = query.shape[2] // key.shape[2], query.shape[3] ** -0.5
-        grouped = query.unflatten(2, (key.shape[2], groups))  # [batch, rows, kv heads, groups, size]
+        grouped = torch.unflatten(query, 2, (key.shape[2], groups))  # [batch, rows, kv heads, groups, size]
         scores = torch.einsum("bnhgd,bkhd->bnhgk", grouped, held.key) * scale
         place = torch.arange(held.key.shape[1], device=rows.device)
         scores = scores.masked_fill((place > rows[:, None])[None, :, None, None], float("-inf"))
@@ -93,8 +97,8 @@ def eagle3(
 ) -> Result:
     """Soft cross-entropy with the target over the draft vocabulary, step s weighing 0.8 ** s.
 
-    A row counts when its label is an answer token and no token outside the draft vocabulary can be likelier than
-    all inside; each sequence's mean counts once.
+    A row counts when its label is an answer token and no token outside the draft vocabulary can be likelier
+    than all inside; each sequence's mean counts once.
     """
     start = max(int(batch.first.min()) - 1, 0)
     outputs = rollout(drafter, batch.features, batch.ids, embed, options.steps, start)

@@ -1,8 +1,8 @@
 """Recorded sequences on disk: safetensors shards with what is needed to go on after them.
 
-A shard holds its sequences one after another: ``ids``, ``lengths``, ``prompts``, and for the positions that have
-one (all but each sequence's last) ``features`` and ``final`` in float16 and ``log_total`` in float32. The JSON
-beside it holds the prompts' texts, what was counted, and the seed after its last sequence.
+A shard holds its sequences one after another: ``ids``, ``lengths``, ``prompts``, and for the positions that
+have one (all but each sequence's last) ``features`` and ``final`` in float16 and ``log_total`` in float32.
+The JSON beside it holds the prompts' texts, what was counted, and the seed after its last sequence.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def read_shard(path: Path) -> Iterator[Example]:
     for length, prompt in zip(held["lengths"].tolist(), held["prompts"].tolist(), strict=True):
         rows = slice(row, row + length - 1)
         yield Example(
-            held["ids"][start : start + length], prompt, held["features"][rows], held["final"][rows],
+            held["ids"][start : start + length],
+            prompt,
+            held["features"][rows],
+            held["final"][rows],
             held["log_total"][rows],
         )
         start, row = start + length, row + length - 1

@@ -1,7 +1,7 @@
 """A drafter to start from: sizes from the target, weights from the target wherever they fit.
 
-A short run cannot find again what the target knows. Layers start as copies of the target's late layers, ``fc``
-passes the last tap through, the head is the target's own rows, and the norms are the target's.
+A short run cannot find again what the target knows. Layers start as copies of the target's late layers,
+``fc`` passes the last tap through, the head is the target's own rows, and the norms are the target's.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ def target_parts(target: LoadedModel) -> TargetParts:
     layers = tuple(module.get_submodule(p) for p in layer_paths(module, target.info.layers))
     weight: Any = head.weight
     return TargetParts(
-        lambda ids: scale(embed(ids)), weight.detach(), final_logit_transform(module),
-        getattr(final_norm(module), "weight", None), layers,
+        lambda ids: scale(embed(ids)),
+        weight.detach(),
+        final_logit_transform(module),
+        getattr(final_norm(module), "weight", None),
+        layers,
     )
 
 
@@ -95,8 +98,13 @@ def layer_config(target: LoadedModel) -> LayerConfig:
     plain = values.get("type", "default") in ("default", "linear", "llama3", "yarn")
     turned = RopeConfig(**values) if plain else RopeConfig(theta=float(values.get("theta", 10000.0)))
     return LayerConfig(
-        hidden=info.hidden, intermediate=int(config.get("intermediate_size") or 4 * info.hidden), heads=info.heads,
-        kv_heads=info.kv_heads, head_dim=info.head_dim, eps=float(config.get("rms_norm_eps") or 1e-6), rope=turned,
+        hidden=info.hidden,
+        intermediate=int(config.get("intermediate_size") or 4 * info.hidden),
+        heads=info.heads,
+        kv_heads=info.kv_heads,
+        head_dim=info.head_dim,
+        eps=float(config.get("rms_norm_eps") or 1e-6),
+        rope=turned,
         qk_norm=config.get("model_type") == "qwen3",
     )
 
@@ -125,11 +133,15 @@ def choose_mask(target: LoadedModel, counts: Tensor) -> int:
     unseen = [i for i in special if i not in roles and i < len(counts) and not counts[i]]
     unseen += [i for i in range(len(counts) - 1, -1, -1) if i not in roles and not counts[i]][:1]
     if not unseen:
-        raise UnsupportedError("no mask token can be chosen", ["every id of the vocabulary occurs in the data"])
+        raise UnsupportedError(
+            "no mask token can be chosen", ["every id of the vocabulary occurs in the data"]
+        )
     return unseen[0]
 
 
-def make_drafter(sizes: Sizes, target: LoadedModel, counts: Tensor, seed: int) -> tuple[DrafterInfo, nn.Module]:
+def make_drafter(
+    sizes: Sizes, target: LoadedModel, counts: Tensor, seed: int
+) -> tuple[DrafterInfo, nn.Module]:
     """Return a drafter with its facts, started from the target.
 
     Args:
@@ -150,11 +162,22 @@ def make_drafter(sizes: Sizes, target: LoadedModel, counts: Tensor, seed: int) -
         return _block(sizes, target, ids, choose_mask(target, counts))
 
 
-def _info(sizes: Sizes, target: LoadedModel, config: Any, taps: tuple[int, ...], mask: int | None) -> DrafterInfo:
+def _info(
+    sizes: Sizes, target: LoadedModel, config: Any, taps: tuple[int, ...], mask: int | None
+) -> DrafterInfo:
     return DrafterInfo(
-        name=f"{target.info.name}-{sizes.method}", method=sizes.method, layout="speculators", hidden=config.hidden,
-        target_hidden=target.info.hidden, vocab=config.draft_vocab, target_vocab=target.info.vocab, taps=taps,
-        max_position=target.info.max_position, block=sizes.block, mask_token=mask, config=config,
+        name=f"{target.info.name}-{sizes.method}",
+        method=sizes.method,
+        layout="speculators",
+        hidden=config.hidden,
+        target_hidden=target.info.hidden,
+        vocab=config.draft_vocab,
+        target_vocab=target.info.vocab,
+        taps=taps,
+        max_position=target.info.max_position,
+        block=sizes.block,
+        mask_token=mask,
+        config=config,
     )
 
 
@@ -163,11 +186,21 @@ def _block(sizes: Sizes, target: LoadedModel, ids: Tensor | None, mask: int) -> 
     taps = sizes.resolved_taps(info.layers)
     spark, second = sizes.method == "dspark", sizes.method == "dflash2"
     config = BlockConfig(
-        layer=layer_config(target), layers=sizes.layers, target_hidden=info.hidden, taps=taps, vocab=info.vocab,
-        draft_vocab=info.vocab if ids is None else len(ids), mask_token=mask,
-        block=sizes.block if spark else sizes.block + 1, causal=(False,) * sizes.layers,
-        windows=(None,) * sizes.layers, window_rule="speculators", sample_from_anchor=spark, own_head=ids is not None,
-        maps_ids=ids is not None, max_position=info.max_position,
+        layer=layer_config(target),
+        layers=sizes.layers,
+        target_hidden=info.hidden,
+        taps=taps,
+        vocab=info.vocab,
+        draft_vocab=info.vocab if ids is None else len(ids),
+        mask_token=mask,
+        block=sizes.block if spark else sizes.block + 1,
+        causal=(False,) * sizes.layers,
+        windows=(None,) * sizes.layers,
+        window_rule="speculators",
+        sample_from_anchor=spark,
+        own_head=ids is not None,
+        maps_ids=ids is not None,
+        max_position=info.max_position,
         markov=MarkovConfig("vanilla", sizes.markov_rank) if spark and sizes.markov_rank else None,
         confidence=ConfidenceConfig(with_markov=sizes.markov_rank > 0) if spark else None,
         convolution=ConvolutionConfig(16 if info.hidden % 16 == 0 else 1, 2) if second else None,
@@ -214,7 +247,8 @@ def _start_ends(drafter: Any, parts: TargetParts, ids: Tensor | None) -> None:
         drafter.norm.weight.copy_(parts.norm)
     if ids is not None:
         drafter.target_ids.copy_(ids)
-        drafter.lm_head.weight.copy_(parts.head[ids])
+    if drafter.config.own_head:
+        drafter.lm_head.weight.copy_(parts.head if ids is None else parts.head[ids])
         drafter.lm_head.weight.requires_grad_(False)  # a frozen copy, as in the released recipes
 
 
@@ -228,9 +262,15 @@ def _eagle3(sizes: Sizes, target: LoadedModel, ids: Tensor | None) -> tuple[Draf
     info = target.info
     taps = sizes.resolved_taps(info.layers)
     config = Eagle3Config(
-        layer=replace(layer_config(target), qk_norm=False), target_hidden=info.hidden, taps=len(taps),
-        vocab=info.vocab, draft_vocab=info.vocab if ids is None else len(ids), layers=sizes.layers,
-        own_head=True, maps_ids=ids is not None, max_position=info.max_position,
+        layer=replace(layer_config(target), qk_norm=False),
+        target_hidden=info.hidden,
+        taps=len(taps),
+        vocab=info.vocab,
+        draft_vocab=info.vocab if ids is None else len(ids),
+        layers=sizes.layers,
+        own_head=True,
+        maps_ids=ids is not None,
+        max_position=info.max_position,
     )
     drafter = Eagle3Drafter(config)
     parts = target_parts(target)
@@ -239,11 +279,7 @@ def _eagle3(sizes: Sizes, target: LoadedModel, ids: Tensor | None) -> tuple[Draf
         first = min(taps[-1], len(parts.layers) - config.layers)
         for index, layer in enumerate(drafter.layers):
             _start_eagle3_layer(layer, dict(parts.layers[first + index].named_parameters()), info.hidden)
-        _start_ends(drafter, parts, torch.arange(info.vocab) if ids is None else ids) if ids is not None else None
-        if ids is None:
-            drafter.lm_head.weight.copy_(parts.head).requires_grad_(False)
-            if parts.norm is not None:
-                drafter.norm.weight.copy_(parts.norm)
+        _start_ends(drafter, parts, ids)
     return _info(sizes, target, config, taps, None), drafter
 
 

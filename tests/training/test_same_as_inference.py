@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specc import methods
 from specc.models.load import LoadedModel, load_target
-from specc.training.losses import dflash_logits, dspark_logits, selector_scores
 from specc.training.loop import make_reference
+from specc.training.losses import dflash_logits, dspark_logits, selector_scores
 from specc.training.packing import Batch, collate, run_blocks
 from specc.training.rollout import rollout
 from specc.training.shards import Example
@@ -31,7 +31,12 @@ def target() -> LoadedModel:
 
 def make(target: LoadedModel, method: str, layers: int) -> Any:
     sizes = Sizes(
-        method, layers=layers, block=BLOCK, taps=TAPS, markov_rank=4, selector_rank=4,
+        method,
+        layers=layers,
+        block=BLOCK,
+        taps=TAPS,
+        markov_rank=4,
+        selector_rank=4,
         draft_vocab=None if method == "dflash2" else 40,
     )
     _, module = make_drafter(sizes, target, torch.arange(VOCAB) % 7, seed=1)
@@ -42,10 +47,18 @@ def make(target: LoadedModel, method: str, layers: int) -> Any:
     return module.eval()
 
 
-def inferred(target: LoadedModel, method: str, module: Any, ids: Tensor, anchor: int) -> tuple[list[Tensor], Tensor]:
+def inferred(
+    target: LoadedModel, method: str, module: Any, ids: Tensor, anchor: int
+) -> tuple[list[Tensor], Tensor]:
     """Return the logits that a draft at ``anchor`` is drawn from, and the tokens drawn."""
     driver = Driver(
-        methods.get(method), module, target.module, slots=1, capacity=LENGTH + BLOCK, block=BLOCK, info=target.info
+        methods.get(method),
+        module,
+        target.module,
+        slots=1,
+        capacity=LENGTH + BLOCK,
+        block=BLOCK,
+        info=target.info,
     )
     text = Text(ids, anchor, record(target.module, ids, TAPS))
     driver.prefill(0, text)

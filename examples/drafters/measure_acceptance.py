@@ -1,6 +1,6 @@
 """Measure a drafter: accepted length and acceptance per draft position, by category of prompt, greedy.
 
-    python examples/measure_acceptance.py smollm2-135m shared/prompts --method dspark --each 4
+    python examples/drafters/measure_acceptance.py smollm2-135m shared/prompts --method dspark --each 4
 
 PROMPTS is a folder of JSONL files, one category each, with ``messages`` in every line.
 """
@@ -33,13 +33,17 @@ def main() -> None:
         target, chosen.drafter, method=chosen.method, block=chosen.block, batch=chosen.each, max_length=768,
         backend=chosen.backend,
     )  # fmt: skip
-    print(f"| category | tokens | accepted length | {' | '.join(str(i + 1) for i in range(compiled.block))} |")
+    print(
+        f"| category | tokens | accepted length | {' | '.join(str(i + 1) for i in range(compiled.block))} |"
+    )
     print("|---|---|---|" + "---|" * compiled.block)
     for file in sorted(chosen.prompts.glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[: chosen.each]]
         rows = [
             target.tokenizer.encode(
-                target.tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True),
+                target.tokenizer.apply_chat_template(
+                    line["messages"], tokenize=False, add_generation_prompt=True
+                ),
                 add_special_tokens=False,
             )
             for line in lines

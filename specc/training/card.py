@@ -1,0 +1,50 @@
+"""The model card of a trained drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def write_card(report: Mapping[str, Any]) -> str:
+    """Return the README.md of a drafter's folder, from a run's report."""
+    acceptance: Sequence[float] = report.get("acceptance") or ()
+    lines = [
+        f"# {report['method']} drafter for {report['target']}",
+        "",
+        f"Trained by `specc train`. It drafts {report['block']} tokens per step for the target with fingerprint "
+        f"`{report['fingerprint']}`; with any other model its acceptance is near zero. The layout is speculators'.",
+        "",
+        f"- data: {report['data_tokens']} answer tokens of {report['data_answers']} prompts, all written by the target "
+        f"itself ({report['data_source']}); {report['flagged']} of {report['checked']} prompts were dropped for being "
+        "close to an evaluation prompt",
+        f"- training: {report['steps']} steps, {report['trained_tokens']} answer tokens seen, "
+        f"{report['minutes']:.1f} minutes, final loss {report['loss']:.3f}",
+        f"- parameters: {report['parameters']:,}, of which {report['trained_parameters']:,} trained",
+        f"- command: `{report['command']}`",
+        "",
+        f"Greedy drafts on {report['held_out']} held-out answers (never trained on; a prefix counts when every draft "
+        "up to it is the text's own token):",
+        "",
+        "| draft position | " + " | ".join(str(i + 1) for i in range(len(acceptance))) + " |",
+        "|---|" + "---|" * len(acceptance),
+        "| prefix accepted | " + " | ".join(f"{v:.3f}" for v in acceptance) + " |",
+    ]
+    if report.get("overlap"):
+        lines.append(
+            "| 1 - TV (sampling, T = 1) | " + " | ".join(f"{v:.3f}" for v in report["overlap"]) + " |"
+        )
+    lines += ["", f"Mean accepted length, bonus included: {1 + sum(acceptance):.2f}."]
+    if report.get("calibration"):
+        fitted = report["calibration"]
+        lines += [
+            "",
+            "Confidence head: sequential temperatures "
+            + ", ".join(f"{v:g}" for v in fitted["temperatures"])
+            + "; expected calibration error before "
+            + ", ".join(f"{v:.4f}" for v in fitted["before"])
+            + ", after "
+            + ", ".join(f"{v:.4f}" for v in fitted["after"])
+            + " (per position, on the held-out answers).",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,168 @@
+"""A run on a tiny model: it learns, resumes to the bit, survives a kill, and two processes equal one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specc
+from specc.errors import InputError, UnknownNameError
+from specc.models.load import LoadedModel, load_target
+from specc.training.loop import Plan, Trainer
+from specc.training.run import TrainOptions
+from specc.training.start import METHODS, Sizes
+from specc.training.terms import LossOptions
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TAPS = (1, 2, 3)
+LOSS = LossOptions(anchors=8, steps=3)
+COMMON: dict[str, Any] = {
+    "taps": TAPS, "slots": 8, "answer_tokens": 24, "capacity": 64, "backend": "eager", "tokens": 500, "rate": 3e-3,
+    "block": 3, "markov_rank": 4, "selector_rank": 4, "loss": LOSS, "held_out": 8,
+}  # fmt: skip
+
+
+def make_target() -> LoadedModel:
+    return load_target(tiny_model("llama", num_hidden_layers=4), tokenizer=tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(24):
+        words = torch.randint(7, 96, (6,), generator=generator).tolist()
+        lines.append(json.dumps({"prompt": " ".join(f"w{word}" for word in words)}))
+    path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(target: LoadedModel, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of shards, made by a first run of one step."""
+    folder = tmp_path_factory.mktemp("data")
+    specc.train(
+        target, method="dflash", output=folder / "first", prompts=prompts, data=folder / "shards", steps=1, **COMMON
+    )
+    return folder / "shards"
+
+
+def make(target: LoadedModel, data: Path, output: Path, steps: int, method: str = "dspark", **more: Any) -> Trainer:
+    sizes = Sizes(method, 1, 3, None if method == "dflash2" else 64, 4, 4, TAPS)
+    plan = Plan(steps=steps, batch=4, rate=3e-3, held_out=4, **more)
+    return Trainer(target, sizes, plan, LOSS, data, output, resume=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_falls_and_the_drafter_runs(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
+    vocab = None if method == "dflash2" else 64
+    report = specc.train(
+        target, method=method, output=tmp_path, data=data, steps=40, draft_vocab=vocab, batch=4, **COMMON
+    )
+    trained = make(target, data, tmp_path / "other", 40, method)
+    losses = trained.run().losses
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert len(report.values["acceptance"]) == 3
+    assert report.values["steps"] == 40
+    card = (tmp_path / "README.md").read_text()
+    assert method in card
+    assert f"{report.values['data_tokens']} answer tokens" in card
+    compiled = specc.compile(target, tmp_path, method=method, backend="eager", max_length=48, block=3)
+    ids = torch.tensor([[5, 9, 11, 12]])
+    plain = specc.compile(target, method="plain", backend="eager", max_length=48)
+    same = [c.generate(ids, max_new_tokens=24, eos_token_id=None) for c in (compiled, plain)]
+    assert torch.equal(*same)
+    if method == "dspark":
+        temperatures = json.loads((tmp_path / "config.json").read_text())["sts_temperatures"]
+        assert len(temperatures) == 3
+        assert report.values["calibration"]["temperatures"] == tuple(temperatures)
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_resumed_run_is_the_uninterrupted_one(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
+    whole = make(target, data, tmp_path / "whole", 12, method).run()
+    broken = make(target, data, tmp_path / "broken", 12, method)
+    broken.run(stop=lambda: broken.history.step >= 5)
+    resumed = make(target, data, tmp_path / "broken", 12, method)
+    assert resumed.history.step == 5
+    assert resumed.run().losses == whole.losses  # to the bit
+
+
+def test_a_kill_loses_what_came_after_the_last_save(target: LoadedModel, data: Path, tmp_path: Path) -> None:
+    killed = make(target, data, tmp_path, 20, save_minutes=0.0)  # saves after every step
+
+    class Killed(Exception):
+        pass
+
+    def kill() -> bool:
+        if killed.history.step == 7:
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        killed.run(stop=kill)
+    part = tmp_path / "state" / "training.safetensors.part"
+    part.write_bytes(b"half")  # a save that was cut off
+    resumed = make(target, data, tmp_path, 20)
+    assert resumed.history.step == 7
+
+
+def test_refusals(target: LoadedModel, data: Path, tmp_path: Path) -> None:
+    make(target, data, tmp_path, 1).run()
+    with pytest.raises(InputError, match="resume=True"):
+        Trainer(target, Sizes("dspark"), Plan(steps=1), LOSS, data, tmp_path)
+    with pytest.raises(InputError, match="began with"):
+        trainer = make(target, data, tmp_path, 1)
+        Trainer(target, replace(trainer.sizes, markov_rank=8), Plan(steps=1), LOSS, data, tmp_path, resume=True)
+    with pytest.raises(UnknownNameError, match="dspark"):
+        TrainOptions("dsprak", tmp_path, steps=1)
+    with pytest.raises(InputError, match="minutes"):
+        TrainOptions("dspark", tmp_path)
+    with pytest.raises(UnknownNameError, match="markov_rank"):
+        specc.train(target, method="dspark", output=tmp_path, markof_rank=1)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+import torch
+from torch import distributed
+from tests.training.test_run import make, make_target
+torch.set_num_threads(1)
+distributed.init_process_group("gloo")
+history = make(make_target(), Path(sys.argv[1]), Path(sys.argv[2]), 4, sys.argv[3]).run()
+if distributed.get_rank() == 0:
+    print("LOSSES", *history.losses)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_two_processes_equal_one(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
+    alone = make(target, data, tmp_path / "alone", 4, method).run().losses
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = subprocess.run(
+        [*command, "--standalone", str(worker), str(data), str(tmp_path / "two"), method],
+        cwd=ROOT, env={**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(v) for v in done.stdout.split("LOSSES")[1].split()]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-4, atol=1e-5)
