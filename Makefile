@@ -38,9 +38,10 @@ demo: venv
 # Lint and types come first: they take seconds, and pytest's closing line stays last.
 test: lint types pytest
 
-# One process: tests that compile share the machine's two cores with Inductor's own workers.
+# Most of the time is tracing, which is one Python thread: a process per core, whole files to each.
+PYTEST_WORKERS ?= 2
 pytest: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(SOURCES)
