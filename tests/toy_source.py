@@ -1,4 +1,4 @@
-"""A step source without a transformers model: a bigram table with a causal attention layer, drafted by n-grams.
+"""A step source without a transformers model: one attention layer over an embedding, drafted by n-grams.
 
 The real stages, state and scheduler run on it, so packages can be tested in a second instead of a minute.
 """
@@ -95,8 +95,8 @@ class ToySource:
         hidden = torch.nn.functional.embedding(token, v["target.embed.weight"])
         mixed = torch.tanh(hidden @ v["target.mix.weight"])
         read = attend(
-            mixed[:, None], hidden[:, None], mixed[:, None], v["cache.key.0"], v["cache.value.0"], slot, cache_row,
-            torch.zeros_like(position), position, 0.5,
+            mixed[:, None], hidden[:, None], mixed[:, None], v["cache.key.0"], v["cache.value.0"], slot,
+            cache_row, torch.zeros_like(position), position, 0.5,
         )  # fmt: skip
         hidden = (read[:, 0] + mixed + position[:, None] % v["target.scale"][0])[logit_rows]
         return {"logits": hidden @ v["target.head.weight"].t(), "hidden": hidden}

@@ -131,7 +131,7 @@ class StoredGraph:
     outputs: tuple[tuple[str, int, TensorSpec], ...]
 
     def check_inputs(self, allowed: Callable[[Input], TensorSpec | None]) -> None:
-        """Raise ArtifactError unless every input that is not an earlier stage's value has the spec that is allowed."""
+        """Raise ArtifactError unless every input has its allowed spec; values of earlier stages aside."""
         for given, spec in self.inputs:
             expected = allowed(given)
             if given.kind != "value" and spec != expected:

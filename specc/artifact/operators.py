@@ -34,10 +34,10 @@ alias arange atleast_1d atleast_2d broadcast_tensors broadcast_to cat chunk clon
 contiguous detach diagonal diff embedding empty empty_like expand expand_as eye flatten flip full full_like
 gather hstack index index_add index_copy index_fill index_put index_select lift_fresh lift_fresh_copy
 linspace masked_scatter meshgrid movedim moveaxis narrow new_empty new_full new_ones new_zeros one_hot ones
-ones_like numpy_T outer pad permute repeat repeat_interleave reshape roll rot90 scalar_tensor scatter scatter_add
-scatter_reduce select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t
+ones_like numpy_T outer pad permute repeat repeat_interleave reshape roll rot90 scalar_tensor scatter
+scatter_add scatter_reduce select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t
 take_along_dim tensor_split tile to transpose type_as unbind unflatten unfold unsqueeze view view_as vstack
-zeros zeros_like _to_copy _unsafe_view _unsafe_index
+zeros zeros_like _to_copy _unsafe_view
 """
 _PRODUCT = """
 addmm addmv baddbmm bilinear bmm conv1d conv2d convolution dot einsum linear matmul mm mv vdot _grouped_mm

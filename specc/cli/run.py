@@ -108,10 +108,12 @@ def run(
         typer.Option(help="Sample at this temperature. Default: greedy; 1 with --top-k and the like."),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample among the k most likely tokens. Default: the model's own, else 50.")
+        int | None,
+        typer.Option(help="Sample among the k most likely tokens. Default: the model's own, else 50."),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest tokens of this mass. Default: the model's own.")
+        float | None,
+        typer.Option(help="Sample among the likeliest tokens of this mass. Default: the model's own."),
     ] = None,
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
@@ -129,8 +131,8 @@ def run(
 ) -> None:
     """Answer a prompt with speculative decoding, streaming the text.
 
-    MODEL may be a .specc package, which brings its own drafter and method. Text goes to stdout, everything else to
-    stderr.
+    MODEL may be a .specc package, which brings its own drafter and method.
+    Text goes to stdout, everything else to stderr.
     """
     text = _read_prompt(prompt, prompt_file)
     sampling = _sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
