@@ -15,7 +15,7 @@ from specc.artifact.package import open_package, read_summary
 from specc.backends import choose
 from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
 from specc.device import resolve_device
-from specc.errors import ArtifactError, UnknownNameError, UnsupportedError
+from specc.errors import ArtifactError, InputError, UnknownNameError, UnsupportedError
 from specc.methods import METHODS
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine

@@ -32,7 +32,7 @@ def repack(
     source: Path, target: Path, *, files: Callable[[Files], None] | None = None,
     manifest: Callable[[Any], None] | None = None, honest: bool = True,
 ) -> Path:  # fmt: skip
-    """Write ``target``: ``source`` with changed files, then a changed manifest; ``honest`` updates its sums."""
+    """Write ``target``: ``source`` with changed files and manifest; ``honest`` updates its sums."""
     content = unpack(source)
     if files is not None:
         files(content)

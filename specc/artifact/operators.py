@@ -35,7 +35,8 @@ contiguous detach diagonal diff embedding empty empty_like expand expand_as eye 
 gather hstack index index_add index_copy index_fill index_put index_select lift_fresh lift_fresh_copy
 linspace masked_scatter meshgrid movedim moveaxis narrow new_empty new_full new_ones new_zeros one_hot ones
 ones_like numpy_T outer pad permute repeat repeat_interleave reshape roll rot90 scalar_tensor scatter
-scatter_add scatter_reduce select select_scatter slice slice_scatter split split_with_sizes squeeze stack swapaxes t
+scatter_add scatter_reduce select select_scatter
+slice slice_scatter split split_with_sizes squeeze stack swapaxes t
 take_along_dim tensor_split tile to transpose type_as unbind unflatten unfold unsqueeze view view_as vstack
 zeros zeros_like _to_copy _unsafe_view
 """

@@ -36,7 +36,6 @@ from specc.step import StepKey
 from specc.stitch import StepSource, relevant
 
 
-
 @dataclass(frozen=True)
 class Content:
     """What `save` puts into a package.

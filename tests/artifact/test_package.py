@@ -401,7 +401,7 @@ def test_order_of_checks(saved: Path, tmp_path: Path) -> None:
         ("tokenizer/config", lambda c: c.update(auto_map="x"), "auto_map"),
         ("tokenizer/config", lambda c: c.update(special_tokens={"eos_token": 7}), "special_tokens.eos_token"),
         ("tokenizer/config", lambda c: c.update(chat_template=7), "chat_template"),
-        ("tokenizer/tokenizer", lambda t: t.update(model={"type": "Spell"}), "a file of the tokenizers library"),
+        ("tokenizer/tokenizer", lambda t: t.update(model={"type": "Spell"}), "the tokenizers library"),
     ],
 )  # fmt: skip
 def test_honest_sums_over_wrong_contents(

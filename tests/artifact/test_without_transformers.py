@@ -46,7 +46,7 @@ out += [compiled.generate(**chat, **call).tolist() for call in calls]
 text = tokenizer.decode(out[0][0])
 loaded = sorted(name for name in sys.modules if sys.modules[name] is not None and (
     name.startswith(("transformers", "specc.checkpoints"))
-    or name in ("specc.api", "specc.build", "specc.trace", "specc.models.load", "specc.pairing", "pickle_load")
+    or name in ("specc.api", "specc.build", "specc.trace", "specc.models.load", "specc.pairing")
 ))
 print(json.dumps({"out": out, "text": text, "loaded": loaded}))
 """
