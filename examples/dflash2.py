@@ -10,17 +10,23 @@ import specc
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", nargs="?", default="smollm2-135m", help="a folder, a hub id, or a built-in name")
 parser.add_argument("drafter", nargs="?", help="a checkpoint folder; default: the one that comes with specc")
-parser.add_argument("--prompt", default='Once upon a time there was a')
+parser.add_argument("--prompt", default="Once upon a time there was a")
 parser.add_argument("--tokens", type=int, default=64)
 parser.add_argument("--backend", default="auto")
 
 
 def main() -> None:
     options = parser.parse_args()
-    compiled = specc.compile(options.model, options.drafter, method="dflash2", max_length=512, backend=options.backend)
+    compiled = specc.compile(
+        options.model, options.drafter, method="dflash2", max_length=512, backend=options.backend
+    )
     inputs = compiled.tokenizer(options.prompt, return_tensors="pt")
     result = compiled.generate(
-        inputs["input_ids"], max_new_tokens=options.tokens, do_sample=True, temperature=0.7, seed=1,
+        inputs["input_ids"],
+        max_new_tokens=options.tokens,
+        do_sample=True,
+        temperature=0.7,
+        seed=1,
         return_dict_in_generate=True,
     )
     print(compiled.tokenizer.decode(result.sequences[0]))

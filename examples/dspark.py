@@ -1,4 +1,4 @@
-"""DSpark: a block in one pass, corrected token by token; drafts of little confidence are not sent to the target.
+"""DSpark: a block in one pass, corrected token by token; unsure drafts are not verified.
 
 Run: python examples/dspark.py [MODEL] [DRAFTER]
 """
@@ -11,8 +11,10 @@ from specc.methods.dspark import DSpark
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", nargs="?", default="smollm2-135m", help="a folder, a hub id, or a built-in name")
 parser.add_argument("drafter", nargs="?", help="a checkpoint folder; default: the one that comes with specc")
-parser.add_argument("--confidence", type=float, help="drop drafts from the first one below this probability on")
-parser.add_argument("--prompt", default='Once upon a time there was a')
+parser.add_argument(
+    "--confidence", type=float, help="drop drafts from the first one below this probability on"
+)
+parser.add_argument("--prompt", default="Once upon a time there was a")
 parser.add_argument("--tokens", type=int, default=64)
 parser.add_argument("--backend", default="auto")
 
@@ -20,9 +22,13 @@ parser.add_argument("--backend", default="auto")
 def main() -> None:
     options = parser.parse_args()
     method = DSpark(candidates=64, confidence_threshold=options.confidence)
-    compiled = specc.compile(options.model, options.drafter, method=method, max_length=512, backend=options.backend)
+    compiled = specc.compile(
+        options.model, options.drafter, method=method, max_length=512, backend=options.backend
+    )
     inputs = compiled.tokenizer(options.prompt, return_tensors="pt")
-    result = compiled.generate(inputs["input_ids"], max_new_tokens=options.tokens, return_dict_in_generate=True)
+    result = compiled.generate(
+        inputs["input_ids"], max_new_tokens=options.tokens, return_dict_in_generate=True
+    )
     print(compiled.tokenizer.decode(result.sequences[0]))
     print(f"{result.stats.mean_accepted_length:.2f} tokens per step, {result.stats.steps} steps")
     print("accepted by position:", [round(share, 2) for share in result.stats.acceptance_by_position])

@@ -10,17 +10,21 @@ import specc
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("model", nargs="?", default="smollm2-135m", help="a folder, a hub id, or a built-in name")
 parser.add_argument("drafter", nargs="?", help="default: the module in MODEL's own files")
-parser.add_argument("--prompt", default='Once upon a time there was a')
+parser.add_argument("--prompt", default="Once upon a time there was a")
 parser.add_argument("--tokens", type=int, default=64)
 parser.add_argument("--backend", default="auto")
 
 
 def main() -> None:
     options = parser.parse_args()
-    compiled = specc.compile(options.model, options.drafter, method="mtp", max_length=512, backend=options.backend)
+    compiled = specc.compile(
+        options.model, options.drafter, method="mtp", max_length=512, backend=options.backend
+    )
     print("drafts", compiled.block, "tokens per step")
     inputs = compiled.tokenizer(options.prompt, return_tensors="pt")
-    result = compiled.generate(inputs["input_ids"], max_new_tokens=options.tokens, return_dict_in_generate=True)
+    result = compiled.generate(
+        inputs["input_ids"], max_new_tokens=options.tokens, return_dict_in_generate=True
+    )
     print(compiled.tokenizer.decode(result.sequences[0]))
     print(f"{result.stats.mean_accepted_length:.2f} tokens per step, {result.stats.steps} steps")
     print("accepted by position:", [round(share, 2) for share in result.stats.acceptance_by_position])

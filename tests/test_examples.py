@@ -36,7 +36,9 @@ def prompt_of(target: str) -> tuple[str, torch.Tensor]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(oracles.folder(f"targets/{target}"))
-    known = oracles.reference({"qwen3": "dflash-zlab", "glm4moe-mtp1": "mtp-glm4moe-mtp1"}.get(target, "eagle3-spec"))
+    known = oracles.reference(
+        {"qwen3": "dflash-zlab", "glm4moe-mtp1": "mtp-glm4moe-mtp1"}.get(target, "eagle3-spec")
+    )
     ids = known["p0.ids"][: known.info["prompts"][0]["prompt_length"]]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     return text, tokenizer(text, return_tensors="pt")["input_ids"]
@@ -49,16 +51,26 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("name", names())
 def test_an_example_imports_only_specc(name: str) -> None:
     tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-    tops = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    tops = {
+        alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     tops |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert tops - {"specc"} <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
-def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, drafter, is_greedy = RUNS[name]
     text, ids = prompt_of(target)
-    arguments = [str(oracles.folder(f"targets/{target}")), *([str(oracles.folder(drafter))] if drafter else [])]
+    arguments = [
+        str(oracles.folder(f"targets/{target}")),
+        *([str(oracles.folder(drafter))] if drafter else []),
+    ]
     arguments += ["--prompt", text, "--tokens", str(TOKENS), "--backend", "eager"]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")

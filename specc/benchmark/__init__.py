@@ -94,15 +94,19 @@ class _Field:
 
 
 def run_bench(
-    compile_step: Callable[..., Compiled], prepare: Callable[..., Any], resolve: Callable[[str | Method], Method],
-    model: Any, drafter: Any, options: BenchOptions, *, device: Any = None, dtype: Any = None,
+    compile_step: Callable[..., Compiled],
+    prepare: Callable[..., Any],
+    resolve: Callable[[str | Method], Method],
+    model: Any,
+    drafter: Any,
+    options: BenchOptions,
+    *,
+    device: Any = None,
+    dtype: Any = None,
 ) -> BenchReport:
-    """Measure; see `specc.bench`.
+    """Measure; see `specc.bench`, whose arguments these are.
 
-    Args:
-        compile_step, prepare, resolve: `specc.api`'s, which this package may not import.
-        model, drafter, device, dtype: as `specc.bench` takes them.
-        options: the rest.
+    ``compile_step``, ``prepare`` and ``resolve`` are `specc.api`'s, which this package may not import.
     """
     if options.plot is not None:
         require_plots()
@@ -133,18 +137,25 @@ def _tasks(target: LoadedModel, options: BenchOptions) -> list[Task]:
     else:
         raise InputError("prompts", None, "token ids: this model came without a tokenizer")
     return [
-        Task(p.encode(target.tokenizer), min(p.max_new_tokens or options.max_new_tokens, options.max_new_tokens), p.name, p.category)
+        Task(
+            p.encode(target.tokenizer),
+            min(p.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
+            p.name,
+            p.category,
+        )
         for p in prompts
     ]
 
 
 def _capacity(target: LoadedModel, tasks: Sequence[Task], options: BenchOptions) -> int:
-    """Return the slots' capacity: what the longest task needs, since an unused tail costs nothing but memory."""
+    """Return the slots' capacity: what the longest task needs."""
     longest = max(task.ids.shape[0] + task.max_new_tokens for task in tasks)
     if options.max_length is not None:
         return options.max_length
     if longest > target.info.max_position:
-        raise InputError("prompts", f"{longest} tokens with the answer", f"at most {target.info.max_position} positions")
+        raise InputError(
+            "prompts", f"{longest} tokens with the answer", f"at most {target.info.max_position} positions"
+        )
     return min(max(longest, 2), target.info.max_position)
 
 
@@ -155,12 +166,18 @@ def _drafter_for(name: str, drafter: Any, chosen: Sequence[str | Method]) -> Any
     needing = {m.name for m in chosen if not isinstance(m, str) and m.needs_drafter}
     needing |= {"draft_model"} if "assisted" in chosen else set()
     if drafter is not None and len(needing) > 1:
-        raise InputError("drafter", str(drafter), f"a drafter per method, since {', '.join(sorted(needing))} need one each")
+        raise InputError(
+            "drafter", str(drafter), f"a drafter per method, since {', '.join(sorted(needing))} need one each"
+        )
     return drafter if name in needing else None
 
 
 def _add_peer(
-    entrants: _Field, name: str, target: LoadedModel, resolve: Callable[[str | Method], Method], drafter: Any,
+    entrants: _Field,
+    name: str,
+    target: LoadedModel,
+    resolve: Callable[[str | Method], Method],
+    drafter: Any,
     options: BenchOptions,
 ) -> None:
     assistant = None
@@ -172,31 +189,49 @@ def _add_peer(
         assistant = bundle.module
     block = LOOKUP_TOKENS if name == "prompt_lookup" else None
     seed = options.seed if options.temperature else None
-    entrants.contestants.append(PeerContestant(Peer(name, target.module, assistant), block, options.sampling, seed))
+    entrants.contestants.append(
+        PeerContestant(Peer(name, target.module, assistant), block, options.sampling, seed)
+    )
 
 
 def _add_method(
-    entrants: _Field, compile_step: Callable[..., Compiled], prepared: Any, method: Method, drafter: Any, capacity: int,
+    entrants: _Field,
+    compile_step: Callable[..., Compiled],
+    prepared: Any,
+    method: Method,
+    drafter: Any,
+    capacity: int,
     options: BenchOptions,
 ) -> None:
     sweeps = bool(options.blocks) and method.name != "plain"
     for block in options.blocks if sweeps else (None if method.name == "plain" else options.block,):
         try:
             compiled = compile_step(
-                prepared, drafter, method=method, block=block, max_length=capacity, accept=options.accept,
+                prepared,
+                drafter,
+                method=method,
+                block=block,
+                max_length=capacity,
+                accept=options.accept,
                 backend=options.backend,
             )
         except UnsupportedError as error:
             if not sweeps:
                 raise
-            entrants.notes.append(f"{method.name} with block {block} was left out: {'; '.join(error.reasons)}")
+            entrants.notes.append(
+                f"{method.name} with block {block} was left out: {'; '.join(error.reasons)}"
+            )
             continue
         settings = options.sampling | {"seed": options.seed}
         entrants.contestants.append(SpeccContestant(method.name, compiled, settings))
 
 
 def _report(
-    model: Any, target: LoadedModel, options: BenchOptions, tasks: Sequence[Task], measured: Sequence[Measured],
+    model: Any,
+    target: LoadedModel,
+    options: BenchOptions,
+    tasks: Sequence[Task],
+    measured: Sequence[Measured],
     notes: Sequence[str],
 ) -> BenchReport:
     place = next(target.module.parameters()).device
@@ -218,22 +253,35 @@ def _report(
         model=target.info.name if not isinstance(model, str | Path) else str(model),
         dtype=str(target.info.dtype).removeprefix("torch."),
         device=f"{facts.name} ({facts.capability}{cores})",
-        versions=f"torch {torch.__version__}, transformers {version('transformers')}, Python {platform.python_version()}",
+        versions=(
+            f"torch {torch.__version__}, transformers {version('transformers')}, "
+            f"Python {platform.python_version()}"
+        ),
         command=options.command or _command(model, options),
         bandwidth_gb_per_s=bandwidth / 1e9,
         settings={
-            "rounds": options.repeats, "prompts": len(tasks), "new tokens": options.max_new_tokens,
+            "rounds": options.repeats,
+            "prompts": len(tasks),
+            "new tokens": options.max_new_tokens,
             "sampling": f"temperature {options.temperature}" if options.temperature else "greedy",
-            "batch": 1, "backend": named[0].contestant.compiled.engine.backend.name if named else "none",  # type: ignore[attr-defined]
+            "batch": 1,
+            "backend": named[0].contestant.compiled.engine.backend.name if named else "none",  # type: ignore[attr-defined]
         },
-        rows=tuple(rows), by_category=tuple(by_category),
+        rows=tuple(rows),
+        by_category=tuple(by_category),
         by_position=tuple(row for m in named if (row := _position_row(m, every))),
-        memory=tuple(_memory_row(m) for m in named), notes=tuple(notes),
+        memory=tuple(_memory_row(m) for m in named),
+        notes=tuple(notes),
     )
 
 
 def _row(
-    m: Measured, plain: Measured | None, theirs: Measured | None, tasks: Sequence[Task], every: range, bandwidth: float,
+    m: Measured,
+    plain: Measured | None,
+    theirs: Measured | None,
+    tasks: Sequence[Task],
+    every: range,
+    bandwidth: float,
     options: BenchOptions,
 ) -> dict[str, Any]:
     runs = [run for runs in m.rounds for run in runs]
@@ -271,7 +319,11 @@ def _step_bytes(compiled: Compiled, tasks: Sequence[Task]) -> float:
 def _category_row(
     m: Measured, plain: Measured | None, theirs: Measured | None, kind: str, chosen: Sequence[int]
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"category": kind or "none", "method": m.contestant.name, "block": m.contestant.block}
+    row: dict[str, Any] = {
+        "category": kind or "none",
+        "method": m.contestant.name,
+        "block": m.contestant.block,
+    }
     _put(row, "tokens_per_s", rates(m, chosen))
     _put(row, "vs_plain", ratios(m, plain, chosen))
     _put(row, "vs_transformers", ratios(m, theirs, chosen))
@@ -290,7 +342,11 @@ def _position_row(m: Measured, every: range) -> dict[str, Any]:
 def _memory_row(m: Measured) -> dict[str, Any]:
     assert isinstance(m.contestant, SpeccContestant)
     parts = memory_by_part(m.contestant.compiled.engine)
-    return {"method": m.contestant.name, "block": m.contestant.block, **{p.replace(" ", "_"): b for p, b in parts.items()}}
+    return {
+        "method": m.contestant.name,
+        "block": m.contestant.block,
+        **{p.replace(" ", "_"): b for p, b in parts.items()},
+    }
 
 
 def _command(model: Any, options: BenchOptions) -> str:

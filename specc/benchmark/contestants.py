@@ -57,7 +57,7 @@ class SpeccContestant:
         return self.compiled.block
 
     def run(self, ids: Tensor, max_new_tokens: int) -> Run:
-        # A slot keeps its last text for prompts that begin alike. Here every round asks the same prompts again, and
+        # A slot keeps its last text for prompts that begin alike. Every round asks the same prompts, and
         # reading them would cost nothing from the second round on.
         for slot in range(self.compiled.engine.slots):
             self.compiled.engine.forget(slot, 0)
@@ -67,8 +67,13 @@ class SpeccContestant:
         assert isinstance(out, Generation)
         stats = out.stats
         return Run(
-            tuple(out.sequences[0, ids.shape[0] :].tolist()), stats.seconds, stats.first_token_s or stats.seconds,
-            stats.steps, stats.step_seconds, stats.device_steps - stats.prefill_steps, tuple(stats.accepted_at),
+            tuple(out.sequences[0, ids.shape[0] :].tolist()),
+            stats.seconds,
+            stats.first_token_s or stats.seconds,
+            stats.steps,
+            stats.step_seconds,
+            stats.device_steps - stats.prefill_steps,
+            tuple(stats.accepted_at),
             tuple(stats.drafted_at),
         )
 
@@ -93,5 +98,10 @@ class PeerContestant:
             made = self.peer.run(ids, max_new_tokens, **self.settings)
         decode = made.seconds - made.first_token_s
         return Run(
-            tuple(made.tokens.tolist()), made.seconds, made.first_token_s, made.passes, decode, max(made.passes - 1, 0)
+            tuple(made.tokens.tolist()),
+            made.seconds,
+            made.first_token_s,
+            made.passes,
+            decode,
+            max(made.passes - 1, 0),
         )

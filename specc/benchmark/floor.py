@@ -50,6 +50,6 @@ def _bytes(value: object) -> int:
 
 
 def cache_bytes_per_token(state: Mapping[str, TensorSpec], capacity: int) -> int:
-    """Return the K/V bytes that one cached token of one slot adds to what a step reads, the drafter's included."""
+    """Return the K/V bytes that a cached token adds to what a step reads, the drafter's included."""
     specs = [s for n, s in state.items() if n.startswith(("cache.", "method.")) and len(s.shape) == 4]
     return sum(s.size_bytes // (s.shape[0] * s.shape[2]) for s in specs if s.shape[2] == capacity + 1)

@@ -35,10 +35,12 @@ class Measured:
 
 
 def measure(
-    contestants: Sequence[Contestant], tasks: Sequence[Task], repeats: int,
+    contestants: Sequence[Contestant],
+    tasks: Sequence[Task],
+    repeats: int,
     progress: Callable[[str], None] = logger.info,
 ) -> list[Measured]:
-    """Return every contestant's runs; compiling and other first-call work happens before any of them is timed.
+    """Return every contestant's runs; compiling and other first-call work comes before any is timed.
 
     Within a round every prompt is answered by all contestants before the next prompt, and who begins changes.
     """

@@ -14,7 +14,9 @@ from specc.errors import UnsupportedError
 def require_plots() -> None:
     """Raise UnsupportedError where charts cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError("charts cannot be drawn", ["matplotlib is not installed"], "pip install 'specc[plot]'")
+        raise UnsupportedError(
+            "charts cannot be drawn", ["matplotlib is not installed"], "pip install 'specc[plot]'"
+        )
 
 
 def draw(report: BenchReport, folder: Path) -> list[Path]:
@@ -25,7 +27,9 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
         figure, axes = _figure("draft position", "share of steps in which it is accepted")
         for row in report.by_position:
             shares = [row[key] for key in row if key.startswith("position_") and row[key] is not None]
-            axes.plot(range(1, len(shares) + 1), shares, marker="o", label=f"{row['method']}, block {row['block']}")
+            axes.plot(
+                range(1, len(shares) + 1), shares, marker="o", label=f"{row['method']}, block {row['block']}"
+            )
         axes.set_ylim(0, 1)
         made.append(_save(figure, axes, folder / "acceptance_by_position.png"))
     by_method: dict[str, list[Any]] = defaultdict(list)

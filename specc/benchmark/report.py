@@ -45,11 +45,17 @@ class BenchReport:
         """Return the report as text with tables in Markdown."""
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         lines = [
-            f"`{self.command}`", "",
+            f"`{self.command}`",
+            "",
             f"{self.model} in {self.dtype} on {self.device}; {self.versions}; read bandwidth "
-            f"{self.bandwidth_gb_per_s:.1f} GB/s; {settings}. Medians over the rounds, in brackets the extremes.", "",
+            f"{self.bandwidth_gb_per_s:.1f} GB/s; {settings}. Medians over rounds, in brackets extremes.",
+            "",
         ]
-        tables = ((self.rows, ""), (self.by_category, "By kind of prompt"), (self.by_position, "Acceptance by position"))
+        tables = (
+            (self.rows, ""),
+            (self.by_category, "By kind of prompt"),
+            (self.by_position, "Acceptance by position"),
+        )
         for rows, title in tables:
             if rows:
                 lines += ([f"{title}:", ""] if title else []) + [*_table(rows), ""]
@@ -58,7 +64,9 @@ class BenchReport:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    columns = [c for c in dict.fromkeys(key for row in rows for key in row) if not c.endswith(("_least", "_most"))]
+    columns = [
+        c for c in dict.fromkeys(key for row in rows for key in row) if not c.endswith(("_least", "_most"))
+    ]
     lines = [
         "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
         "|" + "|".join("---" if column in ("method", "category") else "--:" for column in columns) + "|",

@@ -25,23 +25,31 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["PROBE_TOKENS", "Finding", "Probe", "Reading", "Report", "check_pair"]
 
-NEARLY_NOTHING = 0.05  # of first drafts: random guessing of frequent tokens comes near this, a trained drafter never
+NEARLY_NOTHING = (
+    0.05  # of first drafts: random guessing of frequent tokens comes near this, a trained drafter never
+)
 OUTSIDE = 0.05  # of the target's tokens beyond the draft vocabulary: each ends a block
 
 
 def check_pair(
-    compile_step: Compile, prepare: Any, resolve: Any, model: Any, drafter: Any, *, method: str | Method,
-    prompts: str | Path | Sequence[Any] | None = None, block: int | None = None, live: bool = True,
-    tokens: int = PROBE_TOKENS, dtype: Any = None, device: Any = None,
+    compile_step: Compile,
+    prepare: Any,
+    resolve: Any,
+    model: Any,
+    drafter: Any,
+    *,
+    method: str | Method,
+    prompts: str | Path | Sequence[Any] | None = None,
+    block: int | None = None,
+    live: bool = True,
+    tokens: int = PROBE_TOKENS,
+    dtype: Any = None,
+    device: Any = None,
 ) -> Report:
-    """Return what speaks against a pair; see `specc.check`.
+    """Return what speaks against a pair; see `specc.check`, whose arguments these are.
 
-    Args:
-        compile_step, prepare: `specc.api.compile` and `prepare`, which this package may not import.
-        resolve: turns a method's name into the method.
-        model, drafter, method, prompts, block, dtype, device: as `specc.check` takes them.
-        live: whether to measure.
-        tokens: per prompt of the probe.
+    ``compile_step``, ``prepare`` and ``resolve`` are `specc.api`'s, which this package may not import;
+    ``live`` says whether to measure, and ``tokens`` is the length of the answers that the probe drafts along.
     """
     shown = _name(model), _name(drafter), method if isinstance(method, str) else method.name
     findings: list[Finding] = []
@@ -49,7 +57,7 @@ def check_pair(
     try:
         chosen: Method = resolve(method)
         target = model if isinstance(model, LoadedModel) else load_target(model, dtype=dtype, device=device)
-    except Exception as error:  # noqa: BLE001  a report never raises: what went wrong is its content
+    except Exception as error:
         return Report(*shown, tuple(_stops("model" if shown[2] else "method", error)))
     facts["target"] = _target_facts(target)
     path = _folder_path(chosen, target, drafter)
@@ -59,10 +67,14 @@ def check_pair(
     if bundle is not None:
         facts["drafter"] = _drafter_facts(bundle)
         wanted = _block(chosen, bundle, block)
-        findings += [Finding("stops", "pair", reason) for reason in chosen.reject(target.info, bundle.info, wanted)]
+        findings += [
+            Finding("stops", "pair", reason) for reason in chosen.reject(target.info, bundle.info, wanted)
+        ]
         findings += pair_findings(chosen, target, bundle, folder, path)
         if live and not any(f.effect == "stops" for f in findings):
-            measured = _measure(compile_step, prepare, target, bundle, chosen, wanted, prompts, tokens, findings)
+            measured = _measure(
+                compile_step, prepare, target, bundle, chosen, wanted, prompts, tokens, findings
+            )
     return Report(*shown, tuple(findings), facts["target"], facts.get("drafter", {}), measured)
 
 
@@ -72,20 +84,31 @@ def _load(
     """Return the drafter, or None with every reason in ``findings``."""
     try:
         bundle = find_drafter(method, target, drafter)
-    except Exception as error:  # noqa: BLE001  a report never raises: what went wrong is its content
+    except Exception as error:
         findings += _stops("drafter", error)
         said = error.field if isinstance(error, ArtifactError) else ""
         if folder is not None and method.name not in ("draft_model", "mtp"):
             findings += [f for f in mismatches(folder, target.info) if f.subject not in said]
         return None
     if bundle is None:
-        findings.append(Finding("note", "drafter", f"method {method.name!r} drafts without one: there is no pair to check"))
+        findings.append(
+            Finding(
+                "note", "drafter", f"method {method.name!r} drafts without one: there is no pair to check"
+            )
+        )
     return bundle
 
 
 def _measure(
-    compile_step: Compile, prepare: Any, target: LoadedModel, bundle: DrafterBundle, method: Method, block: int,
-    prompts: str | Path | Sequence[Any] | None, tokens: int, findings: list[Finding],
+    compile_step: Compile,
+    prepare: Any,
+    target: LoadedModel,
+    bundle: DrafterBundle,
+    method: Method,
+    block: int,
+    prompts: str | Path | Sequence[Any] | None,
+    tokens: int,
+    findings: list[Finding],
 ) -> Probe | None:
     try:
         step = functools.partial(compile_step, prepare(target), backend="eager")
@@ -95,7 +118,7 @@ def _measure(
             chosen = built_in_prompts() if suits(target.tokenizer) else self_written(step, target)
         encoded = [prompt.encode(target.tokenizer) for prompt in chosen]
         result = probe(step, target, bundle, method, block, encoded, tokens)
-    except Exception as error:  # noqa: BLE001  a report never raises: what went wrong is its content
+    except Exception as error:
         findings += _stops("probe", error)
         return None
     first = result.readings[0].acceptance
@@ -103,10 +126,14 @@ def _measure(
         findings.append(Finding("loses", "taps", result.verdict()))
     if first and first[0] < NEARLY_NOTHING:
         findings.append(
-            Finding("loses", "probe", f"{first[0]:.0%} of first drafts are accepted: not trained for this target?")
+            Finding(
+                "loses", "probe", f"{first[0]:.0%} of first drafts are accepted: not trained for this target?"
+            )
         )
     if result.outside_draft_vocab is not None and result.outside_draft_vocab > OUTSIDE:
-        share = f"{result.outside_draft_vocab:.0%} of the target's tokens are outside it, and each ends a block"
+        share = (
+            f"{result.outside_draft_vocab:.0%} of the target's tokens are outside it, and each ends a block"
+        )
         findings.append(Finding("loses", "draft vocabulary", share))
     return result
 
@@ -117,11 +144,17 @@ def _stops(subject: str, error: Exception) -> list[Finding]:
         found = [Finding("stops", subject, f"{error.asked}: {reason}") for reason in error.reasons]
         return [*found, Finding("note", subject, error.change)] if error.change else found
     if isinstance(error, ArtifactError):
-        return [Finding("stops", error.field, f"found {error.found}, expected {error.expected} ({error.path})")]
+        return [
+            Finding("stops", error.field, f"found {error.found}, expected {error.expected} ({error.path})")
+        ]
     if isinstance(error, SpeccError):
         return [Finding("stops", subject, str(error))]
     logger.exception("a check met an error it does not know")
-    return [Finding("stops", subject, f"{type(error).__name__}: {error}. This is a fault in specc: please report it.")]
+    return [
+        Finding(
+            "stops", subject, f"{type(error).__name__}: {error}. This is a fault in specc: please report it."
+        )
+    ]
 
 
 def _block(method: Method, bundle: DrafterBundle, block: int | None) -> int:
@@ -153,5 +186,16 @@ def _target_facts(target: LoadedModel) -> dict[str, Any]:
 
 def _drafter_facts(bundle: DrafterBundle) -> dict[str, Any]:
     info = bundle.info
-    names = ("name", "method", "layout", "hidden", "target_hidden", "vocab", "target_vocab", "taps", "max_position", "block")
+    names = (
+        "name",
+        "method",
+        "layout",
+        "hidden",
+        "target_hidden",
+        "vocab",
+        "target_vocab",
+        "taps",
+        "max_position",
+        "block",
+    )
     return {name: getattr(info, name) for name in names}

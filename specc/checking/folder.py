@@ -1,7 +1,8 @@
-"""Look over a drafter's folder without building anything: every mismatch with the target, not the first alone.
+"""Look over a drafter's folder without building anything: every mismatch with the target, not only one.
 
-A layout's reader stops at the first thing it must refuse. This looks at the keys and tensors that layouts share,
-so that a report can name the rest beside it. It raises nothing; what it does not know, it leaves to the reader.
+A layout's reader stops at the first thing it must refuse. This looks at the keys and tensors that layouts
+share, so that a report can name the rest beside it. It raises nothing; what it does not know, it leaves to
+the reader.
 """
 
 from __future__ import annotations
@@ -74,7 +75,13 @@ def look(path: Path) -> FolderFacts:
 
 def mismatches(facts: FolderFacts, target: ModelInfo) -> list[Finding]:
     """Return everything in a folder that contradicts the target or itself."""
-    found = [*_sizes(facts, target), *_taps(facts, target), *_vocabulary(facts, target), *_rope(facts), *_weights(facts)]
+    found = [
+        *_sizes(facts, target),
+        *_taps(facts, target),
+        *_vocabulary(facts, target),
+        *_rope(facts),
+        *_weights(facts),
+    ]
     return [Finding("stops", subject, text) for subject, text in found]
 
 
@@ -88,7 +95,10 @@ def _whole(value: object) -> int | None:
 def _sizes(facts: FolderFacts, target: ModelInfo) -> Iterator[Pair]:
     width = _whole(facts.find("target_hidden_size"))
     if width is not None and width != target.hidden:
-        yield "target_hidden_size", f"the drafter reads states of width {width}, the target's are {target.hidden} wide"
+        yield (
+            "target_hidden_size",
+            f"the drafter reads states of width {width}, the target's are {target.hidden} wide",
+        )
     vocab = _whole(facts.find("vocab_size"))
     if vocab is not None and vocab != target.vocab:
         yield "vocab_size", f"the drafter's vocabulary has {vocab} ids, the target's head {target.vocab}"
@@ -114,9 +124,12 @@ def _taps(facts: FolderFacts, target: ModelInfo) -> Iterator[Pair]:
             yield key, f"{outside} are not layers of the target, which has {target.layers}"
         fuse = facts.shape("fc.weight")
         if fuse is not None and len(fuse) == 2 and fuse[1] != len(taps) * target.hidden:
-            yield key, (
-                f"{len(taps)} taps of width {target.hidden} make {len(taps) * target.hidden}, but fc.weight reads "
-                f"{fuse[1]}: {fuse[1] / target.hidden:g} taps"
+            yield (
+                key,
+                (
+                    f"{len(taps)} taps of width {target.hidden} make {len(taps) * target.hidden}, but "
+                    f"fc.weight reads {fuse[1]}: {fuse[1] / target.hidden:g} taps"
+                ),
             )
         return
 
@@ -137,7 +150,10 @@ def _vocabulary(facts: FolderFacts, target: ModelInfo) -> Iterator[Pair]:
         return
     named = torch.arange(ids.shape[0]) + ids.long()
     if bool(((named < 0) | (named >= target.vocab)).any()):
-        yield "d2t", f"draft id + d2t leaves the target's {target.vocab} ids: it holds offsets, not absolute ids"
+        yield (
+            "d2t",
+            f"draft id + d2t leaves the target's {target.vocab} ids: it holds offsets, not absolute ids",
+        )
     if bool((named[1:] <= named[:-1]).any()):
         yield "d2t", "the target ids it names do not rise with the draft id"
 

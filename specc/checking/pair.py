@@ -17,9 +17,20 @@ from specc.models.generation import tokenizer_difference
 from specc.models.load import LoadedModel
 from specc.models.reading import load_tokenizer
 
-_DTYPES: Mapping[str, torch.dtype] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 # How the readers' notes begin on what the findings here say more exactly.
-_SAID_ABOVE = ("made for the target", "its target is a", "the target's embedding", "the target's head", "for ")
+_SAID_ABOVE = (
+    "made for the target",
+    "its target is a",
+    "the target's embedding",
+    "the target's head",
+    "for ",
+)
 Item = tuple[Effect, str, str]
 
 
@@ -27,7 +38,11 @@ def pair_findings(
     method: Method, target: LoadedModel, bundle: DrafterBundle, folder: FolderFacts | None, path: Path | None
 ) -> list[Finding]:
     """Return what is worth knowing about a pair that loads."""
-    found: list[Item] = [*_taps(method, target, bundle), *_limits(target, bundle), *_vocabulary(target, bundle)]
+    found: list[Item] = [
+        *_taps(method, target, bundle),
+        *_limits(target, bundle),
+        *_vocabulary(target, bundle),
+    ]
     found += [*_rope(target, bundle), *_block(method, bundle), *_ends(bundle), *_mask(target, bundle)]
     if folder is not None and path is not None:
         found += [*_verifier(target, folder), *_dtype(target, folder), *_tokenizer(target, bundle, path)]
@@ -44,22 +59,35 @@ def _taps(method: Method, target: LoadedModel, bundle: DrafterBundle) -> Iterato
     if taps != tuple(sorted(taps)):
         yield "loses", "taps", "they do not rise: the order must be the one the drafter was trained with"
     if layers in taps and method.name != "mtp":
-        yield "loses", "taps", (
-            f"the state after all {layers} layers is read before the final norm; a drafter trained on the normed one "
-            "accepts less"
+        yield (
+            "loses",
+            "taps",
+            (
+                f"the state after all {layers} layers is read before the final norm; a drafter trained on the "
+                "normed one accepts less"
+            ),
         )
     if method.name == "eagle3" and taps == (1, layers // 2 - 1, layers - 4):
-        yield "loses", "taps", (
-            "these are the default layers counted by their outputs; in this layout numbers count inputs, so the "
-            "drafter may have been trained one layer later: compare the shifted readings"
+        yield (
+            "loses",
+            "taps",
+            (
+                "these are the default layers counted by their outputs; in this layout numbers count inputs, "
+                "so the drafter may have been trained one layer later: compare the shifted readings"
+            ),
         )
 
 
 def _limits(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
     limit = bundle.info.max_position
     if limit is not None and limit < target.info.max_position:
-        yield "loses", "positions", (
-            f"the drafter knows {limit} positions, the target {target.info.max_position}: nothing is drafted beyond"
+        yield (
+            "loses",
+            "positions",
+            (
+                f"the drafter knows {limit} positions, the target {target.info.max_position}: nothing is "
+                "drafted beyond"
+            ),
         )
 
 
@@ -70,11 +98,23 @@ def _vocabulary(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
         yield "note", "draft vocabulary", f"{info.vocab} of the target's {full.vocab} ids can be drafted"
         beyond = 0 if full.tokenizer_vocab is None else int((ids >= full.tokenizer_vocab).sum())
         if beyond:
-            yield "loses", "draft vocabulary", f"{beyond} of its ids are padding that the tokenizer never produces"
+            yield (
+                "loses",
+                "draft vocabulary",
+                f"{beyond} of its ids are padding that the tokenizer never produces",
+            )
     if full.tokenizer_vocab is not None and full.tokenizer_vocab != full.vocab:
-        yield "note", "padding", f"the target's head has {full.vocab} rows for {full.tokenizer_vocab} tokenizer ids"
+        yield (
+            "note",
+            "padding",
+            f"the target's head has {full.vocab} rows for {full.tokenizer_vocab} tokenizer ids",
+        )
     if info.method == "draft_model" and info.vocab != full.vocab:
-        yield "note", "padding", f"the drafter scores {info.vocab} ids, the target {full.vocab}; the rest is never drafted"
+        yield (
+            "note",
+            "padding",
+            f"the drafter scores {info.vocab} ids, the target {full.vocab}; the rest is never drafted",
+        )
 
 
 def _rope(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
@@ -84,9 +124,17 @@ def _rope(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
     if not isinstance(own, RopeConfig) or theta is None:
         return
     if own.theta != theta:
-        yield "note", "rope", f"the drafter's base is {own.theta:g}, the target's {theta:g}: right if it was trained so"
+        yield (
+            "note",
+            "rope",
+            f"the drafter's base is {own.theta:g}, the target's {theta:g}: right if it was trained so",
+        )
     if own.type != kind:
-        yield "note", "rope", f"the drafter's is {own.type!r}, the target's {kind!r}: right if it was trained so"
+        yield (
+            "note",
+            "rope",
+            f"the drafter's is {own.type!r}, the target's {kind!r}: right if it was trained so",
+        )
 
 
 def _block(method: Method, bundle: DrafterBundle) -> Iterator[Item]:
@@ -117,7 +165,11 @@ def _mask(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
     ends = {"pad": target.tokenizer.pad_token_id, "end": target.tokenizer.eos_token_id}
     clash = [name for name, token in ends.items() if token == mask]
     if clash:
-        yield "note", "mask token", f"id {mask} is {text!r}, also the {' and the '.join(clash)} token: right if trained so"
+        yield (
+            "note",
+            "mask token",
+            f"id {mask} is {text!r}, also the {' and the '.join(clash)} token: right if trained so",
+        )
     else:
         yield "note", "mask token", f"id {mask} is {text!r}"
 
@@ -127,9 +179,16 @@ def _verifier(target: LoadedModel, folder: FolderFacts) -> Iterator[Item]:
     verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
     if not isinstance(verifier, Mapping):
         return
-    named, own = str(verifier.get("name_or_path") or ""), target.path.name if target.path else target.info.name
+    named, own = (
+        str(verifier.get("name_or_path") or ""),
+        target.path.name if target.path else target.info.name,
+    )
     if named and Path(named).name.lower() != Path(own).name.lower():
-        yield "loses", "target", f"the drafter was made for {named!r}, this is {own!r}: another model accepts nearly nothing"
+        yield (
+            "loses",
+            "target",
+            f"the drafter was made for {named!r}, this is {own!r}: another model accepts nearly nothing",
+        )
     architectures, mine = verifier.get("architectures") or (), target.info.config.get("architectures") or ()
     if architectures and mine and not set(architectures) & set(mine):
         yield "loses", "target", f"its target is a {', '.join(architectures)}, this a {', '.join(mine)}"

@@ -1,7 +1,7 @@
 """Measure acceptance live, as the pair is and with every tap moved by one layer.
 
-A tap that is off by one loads, runs and stays lossless; only acceptance tells. So the same prompts are run with
-the taps one layer earlier and one later: the right numbering is the one that accepts most.
+A tap that is off by one loads, runs and stays lossless; only acceptance tells. So the same prompts are run
+with the taps one layer earlier and one later: the right numbering is the one that accepts most.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SLOTS = 8
 
 
 def probe(
-    compile_step: Compile, target: LoadedModel, bundle: DrafterBundle, method: Method, block: int,
-    prompts: Sequence[Tensor], new_tokens: int = PROBE_TOKENS,
+    compile_step: Compile,
+    target: LoadedModel,
+    bundle: DrafterBundle,
+    method: Method,
+    block: int,
+    prompts: Sequence[Tensor],
+    new_tokens: int = PROBE_TOKENS,
 ) -> Probe:
     """Draft from every place of the target's own greedy answers and count how many drafts are right.
 
     The readings draft from the same places, so that their difference is judged place by place.
-
-    Args:
-        compile_step: `specc.compile` with the target bound.
-        target, bundle, method, block: the pair.
-        prompts: what the target answers, int64 [tokens] each.
-        new_tokens: of each answer.
+    ``compile_step`` is `specc.compile` with the target bound, a prompt int64 [tokens].
     """
     capacity = min(max(p.shape[0] for p in prompts) + new_tokens + block + 2, target.info.max_position)
     texts: list[Tensor] = []
@@ -87,7 +87,9 @@ def _count(compiled: Compiled, prompts: Sequence[Tensor], texts: Sequence[Tensor
 
     A place is a request that ends with its first drafting step.
     """
-    places = [(number, at) for number, text in enumerate(texts) for at in range(prompts[number].shape[0], len(text))]
+    places = [
+        (number, at) for number, text in enumerate(texts) for at in range(prompts[number].shape[0], len(text))
+    ]
     reach = compiled.block + 2
     requests = (
         Request(texts[number][:at], min(at + reach, compiled.max_length), key=index)
@@ -122,13 +124,20 @@ def _reading(shift: int, taps: tuple[int, ...], counts: Tensor, own: Tensor, blo
     accepted, error = _mean(counts, block)
     gain, gain_error = _mean(counts - own, block)
     return Reading(
-        shift, taps, counts.shape[0], tuple(s for s, _ in shares), tuple(e for _, e in shares), accepted, error,
-        gain, gain_error,
+        shift,
+        taps,
+        counts.shape[0],
+        tuple(s for s, _ in shares),
+        tuple(e for _, e in shares),
+        accepted,
+        error,
+        gain,
+        gain_error,
     )
 
 
 def _mean(values: Tensor, block: int) -> tuple[float, float]:
-    """Return the mean and its standard error; neighbouring places share drafts, so a block of them counts as one."""
+    """Return the mean and its standard error; neighbours share drafts, so a block of places counts as one."""
     groups = torch.stack([part.double().mean() for part in values.split(block + 1)])
     error = float(groups.std()) / math.sqrt(len(groups)) if len(groups) > 1 else float("inf")
     return float(values.double().mean()), error
@@ -140,8 +149,15 @@ def self_written(compile_step: Compile, target: LoadedModel) -> list[Prompt]:
     first = [value for value in (target.generation.get("bos_token_id"),) if isinstance(value, int)]
     begin = torch.stack(starts(first, target.info.vocab))
     out = compiled.generate(
-        begin, max_new_tokens=SELF_WRITTEN_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=0,
-        eos_token_id=None, **_OFF,
+        begin,
+        max_new_tokens=SELF_WRITTEN_TOKENS,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        eos_token_id=None,
+        **_OFF,
     )
     assert isinstance(out, Tensor)
     return [Prompt(f"self-written-{index}", row) for index, row in enumerate(out)]

@@ -7,8 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Effect = Literal["stops", "loses", "note"]
-_HEADINGS: Mapping[Effect, str] = {"stops": "will not work", "loses": "may lose acceptance", "note": "good to know"}
-SIGNIFICANT = 3.0  # standard errors; three readings are compared, so chance alone says so once in several hundred pairs
+_HEADINGS: Mapping[Effect, str] = {
+    "stops": "will not work",
+    "loses": "may lose acceptance",
+    "note": "good to know",
+}
+SIGNIFICANT = (
+    3.0  # standard errors; three readings are compared, so chance alone says so once in several hundred pairs
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,9 @@ class Probe:
             return "this method has no taps to shift"
         if better is not None:
             return (
-                f"off by one: with its taps moved by {better.shift:+d} (after layers {list(better.taps)}) the drafter is "
-                f"right {better.gain:.2f} ± {better.gain_error:.2f} drafts further than as it is (after layers "
-                f"{list(own.taps)})"
+                f"off by one: with its taps moved by {better.shift:+d} (after layers {list(better.taps)}) "
+                f"the drafter is right {better.gain:.2f} ± {better.gain_error:.2f} drafts further than as it is (after "
+                f"layers {list(own.taps)})"
             )
         if all(r.gain < -SIGNIFICANT * r.gain_error for r in self.readings[1:]):
             return "the taps are right: every shifted reading accepts significantly less"
@@ -111,9 +117,16 @@ class Report:
         if self.probe is not None:
             probe = {**asdict(self.probe), "verdict": self.probe.verdict()}
         return {
-            "model": self.model, "drafter": self.drafter, "method": self.method, "verdict": self.verdict,
-            "works": self.works, "clean": self.clean, "findings": [asdict(f) for f in self.findings],
-            "target_facts": dict(self.target_facts), "drafter_facts": dict(self.drafter_facts), "probe": probe,
+            "model": self.model,
+            "drafter": self.drafter,
+            "method": self.method,
+            "verdict": self.verdict,
+            "works": self.works,
+            "clean": self.clean,
+            "findings": [asdict(f) for f in self.findings],
+            "target_facts": dict(self.target_facts),
+            "drafter_facts": dict(self.drafter_facts),
+            "probe": probe,
         }
 
     def render(self) -> str:
@@ -128,7 +141,7 @@ class Report:
 
 
 def _render_probe(probe: Probe) -> list[str]:
-    lines = [f"probe: {probe.prompts} prompts, block {probe.block}, greedy; drafts accepted in a row, then by position"]
+    lines = [f"probe: {probe.prompts} prompts, block {probe.block}; drafts right in a row, then by position"]
     for r in probe.readings:
         label = "as it is" if r.shift == 0 else f"taps {r.shift:+d}"
         shares = "  ".join(f"{a:.2f}±{e:.2f}" for a, e in zip(r.acceptance, r.standard_error, strict=True))

@@ -43,11 +43,14 @@ def bench(
     ] = "plain,ngram,transformers",
     drafter: Annotated[
         list[str] | None,
-        typer.Option(metavar="[METHOD=]PATH", help="The drafter, or one per method. Default: what comes with specc."),
+        typer.Option(
+            metavar="[METHOD=]PATH", help="The drafter, or one per method. Default: what comes with specc."
+        ),
     ] = None,
     block: options.Block = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="K,K,..", help="Measure every drafting method with each of these blocks.")
+        str | None,
+        typer.Option(metavar="K,K,..", help="Measure every drafting method with each of these blocks."),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -57,7 +60,9 @@ def bench(
         int, typer.Option(min=1, help="Interleaved rounds; medians and spread are over these.")
     ] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt.")] = 64,
-    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature. Default: greedy.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature. Default: greedy.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
     accept: options.Accept = "ratio",
     plot: Annotated[
@@ -111,7 +116,9 @@ def bench(
 def _folded(document: dict[str, object]) -> dict[str, object]:
     """Put each spread into its median's cell: "41.2 (39.8 to 42.0)"."""
     return {
-        key: [_fold(row) if isinstance(row, dict) else row for row in value] if isinstance(value, list | tuple) else value
+        key: [_fold(row) if isinstance(row, dict) else row for row in value]
+        if isinstance(value, list | tuple)
+        else value
         for key, value in document.items()
         if value not in ((), [])
     }

@@ -21,20 +21,23 @@ def check(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.jsonl", help="Prompts of the probe. Default: built in, or written by the model itself."
+            metavar="FILE.jsonl",
+            help="Prompts of the probe. Default: built in, or written by the model itself.",
         ),
     ] = None,
     block: options.Block = None,
     probe: Annotated[
         bool, typer.Option(help="Measure acceptance, as it is and with the taps shifted by one.")
     ] = True,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer the probe drafts along.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each answer the probe drafts along.")
+    ] = 64,
     strict: Annotated[bool, typer.Option("--strict", help="Fail also when acceptance may be lost.")] = False,
     dtype: options.Dtype = None,
     device: options.Device = None,
     json_output: options.Json = False,
 ) -> None:
-    """Say everything at once that stops a pair or silently costs acceptance. Exit status 1: it will not work."""
+    """Say everything at once that stops a pair or silently costs acceptance. Exit status 1: will not work."""
     console.show_options(context)
 
     from specc import api  # heavy: torch and the compiler

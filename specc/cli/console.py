@@ -58,14 +58,22 @@ def say(line: str) -> None:
 
 
 class _Logs(logging.Handler):
-    """Writes log records as commentary; standard error is looked up for each, since callers may replace it."""
+    """Writes log records as commentary; looks standard error up for each, since callers may replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(self.format(record))
 
 
 # What takes long enough that a person wants to know what is being waited for.
-_SLOW = ("specc.api", "specc.device", "specc.models", "specc.runtime", "specc.benchmark", "specc.training", "specc.tuning")
+_SLOW = (
+    "specc.api",
+    "specc.device",
+    "specc.models",
+    "specc.runtime",
+    "specc.benchmark",
+    "specc.training",
+    "specc.tuning",
+)
 
 
 def show_logs(*, verbose: bool) -> None:

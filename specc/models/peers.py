@@ -75,7 +75,9 @@ class Peer:
     @torch.no_grad()
     def run(self, ids: Tensor, max_new_tokens: int, **settings: Any) -> PeerRun:
         """Generate from ``ids`` int64 [tokens]; ``settings`` as transformers' generate takes them."""
-        options = dict(_OPTIONS[self.name]) | ({"assistant_model": self.assistant} if self.assistant is not None else {})
+        options = dict(_OPTIONS[self.name]) | (
+            {"assistant_model": self.assistant} if self.assistant is not None else {}
+        )
         passes = 0
 
         def count(*_: object) -> None:
@@ -90,8 +92,12 @@ class Peer:
         try:
             with quiet():
                 out: Tensor = model.generate(
-                    given, attention_mask=torch.ones_like(given), max_new_tokens=max_new_tokens, streamer=watch,
-                    **options, **settings,
+                    given,
+                    attention_mask=torch.ones_like(given),
+                    max_new_tokens=max_new_tokens,
+                    streamer=watch,
+                    **options,
+                    **settings,
                 )
             seconds = time.perf_counter() - watch.begin
         finally:

@@ -1,9 +1,8 @@
-"""`specc.bench`: who takes part, in which order, what is counted, and how it is written down. Nothing is timed."""
+"""`specc.bench`: who takes part, in which order, what is counted, how it is written. Nothing is timed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,15 @@ import torch
 from specc import api
 from specc.benchmark.contestants import Run
 from specc.benchmark.floor import cache_bytes_per_token, weight_bytes
-from specc.benchmark.measure import Measured, Task, acceptance_by_position, accepted_length, measure, rates, ratios
+from specc.benchmark.measure import (
+    Measured,
+    Task,
+    acceptance_by_position,
+    accepted_length,
+    measure,
+    rates,
+    ratios,
+)
 from specc.benchmark.report import BenchReport
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.step import StepKey
@@ -61,16 +68,38 @@ def test_rates_and_ratios_are_per_round() -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> BenchReport:
     model = tiny_model("llama")
-    names = ["plain", "ngram", "draft_model", "transformers", "transformers-static", "assisted", "prompt_lookup"]
+    names = [
+        "plain",
+        "ngram",
+        "draft_model",
+        "transformers",
+        "transformers-static",
+        "assisted",
+        "prompt_lookup",
+    ]
     return api.bench(
-        model, {"draft_model": noisy_copy(model)}, methods=names, prompts=PROMPTS, repeats=2, max_new_tokens=10,
-        backend="eager", block=2,
+        model,
+        {"draft_model": noisy_copy(model)},
+        methods=names,
+        prompts=PROMPTS,
+        repeats=2,
+        max_new_tokens=10,
+        backend="eager",
+        block=2,
     )
 
 
 def test_every_contestant_has_a_row_and_writes_the_same_text(report: BenchReport) -> None:
     names = [row["method"] for row in report.rows]
-    assert names == ["plain", "ngram", "draft_model", "transformers", "transformers-static", "assisted", "prompt_lookup"]
+    assert names == [
+        "plain",
+        "ngram",
+        "draft_model",
+        "transformers",
+        "transformers-static",
+        "assisted",
+        "prompt_lookup",
+    ]
     assert [row["same_text"] for row in report.rows] == ["2/2"] * 7
     for row in report.rows:
         assert row["tokens_per_s_least"] <= row["tokens_per_s"] <= row["tokens_per_s_most"]
@@ -117,8 +146,15 @@ def test_the_floor_counts_each_weight_once_and_tables_by_row() -> None:
 
 def test_kinds_blocks_and_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lines = [{"id": f"p{i}", "category": kind, "messages": [{"role": "user", "content": "w7 w8 w7 w8"}], "max_new_tokens": 6}
-             for i, kind in enumerate(("list", "chat"))]
+    lines = [
+        {
+            "id": f"p{i}",
+            "category": kind,
+            "messages": [{"role": "user", "content": "w7 w8 w7 w8"}],
+            "max_new_tokens": 6,
+        }
+        for i, kind in enumerate(("list", "chat"))
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     from specc.models.load import load_target
     from tests.tiny import tiny_tokenizer
@@ -126,12 +162,26 @@ def test_kinds_blocks_and_charts(tmp_path: Path) -> None:
     model = tiny_model("llama")
     loaded = load_target(model, tokenizer=tiny_tokenizer())
     report = api.bench(
-        loaded, noisy_copy(model), methods=("plain", "draft_model"), blocks=(1, 2), prompts=tmp_path / "prompts.jsonl", repeats=1,
-        backend="eager", plot=tmp_path / "charts", command="a b",
+        loaded,
+        noisy_copy(model),
+        methods=("plain", "draft_model"),
+        blocks=(1, 2),
+        prompts=tmp_path / "prompts.jsonl",
+        repeats=1,
+        backend="eager",
+        plot=tmp_path / "charts",
+        command="a b",
     )
-    assert [(row["method"], row["block"]) for row in report.rows] == [("plain", 0), ("draft_model", 1), ("draft_model", 2)]
+    assert [(row["method"], row["block"]) for row in report.rows] == [
+        ("plain", 0),
+        ("draft_model", 1),
+        ("draft_model", 2),
+    ]
     assert [row["category"] for row in report.by_category] == ["list"] * 3 + ["chat"] * 3
-    assert sorted(p.name for p in (tmp_path / "charts").iterdir()) == ["acceptance_by_position.png", "speedup_by_block.png"]
+    assert sorted(p.name for p in (tmp_path / "charts").iterdir()) == [
+        "acceptance_by_position.png",
+        "speedup_by_block.png",
+    ]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (tmp_path / "charts").iterdir())
     assert report.command == "a b"
 

@@ -18,7 +18,12 @@ from tests import oracles
 from tests.tiny import tiny_model
 
 BROKEN = json.loads((oracles.ROOT / "broken" / "broken.json").read_text())
-METHOD = {"good-eagle3": "eagle3", "good-eagle3-specforge": "eagle3", "good-dspark": "dspark", "good-dflash2": "dflash2"}
+METHOD = {
+    "good-eagle3": "eagle3",
+    "good-eagle3-specforge": "eagle3",
+    "good-dspark": "dspark",
+    "good-dflash2": "dflash2",
+}
 METHOD |= {"good-dflash": "dflash", "good-dflash-zlab": "dflash", "good-dflash2-zlab": "dflash2"}
 
 
@@ -63,7 +68,10 @@ def test_all_reasons_come_at_once(loaded: dict[str, LoadedModel], tmp_path: Path
     shutil.copytree(oracles.folder("broken/good-eagle3"), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 3, 9, 2], "target_hidden_size": 128}
-    config["transformer_layer_config"] |= {"vocab_size": 600, "rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}
+    config["transformer_layer_config"] |= {
+        "vocab_size": 600,
+        "rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     report = api.check(loaded["llama"], folder, method="eagle3", probe=False)
     found = text(report, "stops")
@@ -87,7 +95,9 @@ def test_what_cannot_be_loaded_is_a_report(tmp_path: Path) -> None:
     assert api.check(tiny_model("llama"), None, method="ngram").works
 
 
-def test_a_fault_of_ours_is_reported_as_one(monkeypatch: pytest.MonkeyPatch, loaded: dict[str, LoadedModel]) -> None:
+def test_a_fault_of_ours_is_reported_as_one(
+    monkeypatch: pytest.MonkeyPatch, loaded: dict[str, LoadedModel]
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("inner")
 
@@ -109,7 +119,9 @@ def test_a_tap_that_is_off_by_one_shows_itself(loaded: dict[str, LoadedModel], t
     (folder / "config.json").write_text(json.dumps(config))
     report = api.check(loaded["llama"], folder, method="eagle3", prompts=_prompts(), max_new_tokens=40)
     assert report.works
-    assert "off by one: with its taps moved by -1 (after layers [1, 3, 5])" in text(report, "loses"), report.render()
+    assert "off by one: with its taps moved by -1 (after layers [1, 3, 5])" in text(report, "loses"), (
+        report.render()
+    )
 
 
 def test_the_probe_counts_what_a_third_party_counts(loaded: dict[str, LoadedModel]) -> None:
@@ -147,7 +159,10 @@ def test_a_verdict_needs_three_standard_errors(shifted: tuple[float, float], exp
 
 def test_a_report_is_clean_only_with_notes_alone() -> None:
     notes, loses, stops = (Finding(effect, "x", "y") for effect in ("note", "loses", "stops"))  # type: ignore[arg-type]
-    verdicts = [(r.works, r.clean) for r in (Report("m", "d", "x", f) for f in ((notes,), (notes, loses), (loses, stops)))]
+    verdicts = [
+        (r.works, r.clean)
+        for r in (Report("m", "d", "x", f) for f in ((notes,), (notes, loses), (loses, stops)))
+    ]
     assert verdicts == [(True, True), (True, False), (False, False)]
 
 

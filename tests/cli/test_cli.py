@@ -100,7 +100,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         compile=answer("compile", lambda: FakeCompiled(made)),
         inspect=answer("inspect", lambda: Record(nodes=1234, passes=[{"name": "drop_noops", "after": 7}])),
         bench=answer("bench", lambda: Record(device="cpu", rows=rows)),
-        check=answer("check", lambda: types.SimpleNamespace(**verdict, to_dict=dict, render=lambda: "the report")),
+        check=answer(
+            "check", lambda: types.SimpleNamespace(**verdict, to_dict=dict, render=lambda: "the report")
+        ),
         cache=answer("cache", lambda: Record(folder="/nowhere", size_bytes=0)),
     )
     monkeypatch.setitem(sys.modules, "specc.api", fake)
@@ -200,7 +202,10 @@ def test_sampling_options(
         (["run", "m", "--prompt", "a", "--block", "-1"], "--block"),
         (["bench", "m", "--repeats", "0"], "--repeats"),
         (["bench", "m", "--blocks", "1,x"], "--blocks: whole numbers separated by commas; got '1,x'"),
-        (["bench", "m", "--drafter", "a", "--drafter", "b"], "--drafter: one drafter, or METHOD=PATH for each"),
+        (
+            ["bench", "m", "--drafter", "a", "--drafter", "b"],
+            "--drafter: one drafter, or METHOD=PATH for each",
+        ),
         (["rnu"], "run"),
     ],
 )
@@ -267,7 +272,9 @@ def test_check_fails_only_on_what_it_was_asked_about(invoke: Invoke, calls: Call
     assert invoke("check", "m", "d", "--strict")[0] == 1
 
 
-def test_what_takes_long_is_told_and_the_rest_on_request(invoke: Invoke, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_told_and_the_rest_on_request(
+    invoke: Invoke, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def log(**_: Any) -> Record:
         logging.getLogger("specc.models.default").info("fetching")
         logging.getLogger("specc.pipeline").info("a pass")
