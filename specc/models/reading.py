@@ -38,6 +38,8 @@ def read_config(path: Path) -> Any:
             f"this transformers has no causal LM of type {kind!r}"
             + (f" (it has {near[0]!r})" if near else "")
         ]
+        if values.get("is_encoder_decoder"):
+            reasons.insert(0, "it is an encoder-decoder model")
         if "auto_map" in values:
             reasons.append("it needs code from its own folder (auto_map), which is not run")
         raise UnsupportedError(f"{path} cannot be loaded", reasons)
@@ -84,16 +86,17 @@ def _from_pretrained(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **options,
         )
+    wrong = [f"{name} is {list(found_shape)}" for name, found_shape, _ in sorted(found.get("mismatched_keys", ()))]
+    if wrong:
+        raise ArtifactError(path, "shapes", ", ".join(wrong[:4]), "the shapes of the configuration")
     missing = sorted(found.get("missing_keys", ()))
     if missing:
         raise ArtifactError(
             path, "tensors", f"{len(missing)} missing ({', '.join(missing[:4])})", "all of them"
         )
-    shapes = sorted(str(key) for key in found.get("mismatched_keys", ()))
-    if shapes:
-        raise ArtifactError(path, "shapes", ", ".join(shapes[:4]), "the shapes of the configuration")
     if found.get("error_msgs"):
         raise ArtifactError(path, "weights", found["error_msgs"][0], "weights that fit the configuration")
     module.eval().requires_grad_(False)
