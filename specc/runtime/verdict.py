@@ -214,6 +214,10 @@ def _forced(length: int, token: int) -> Callable[[Tensor, Tensor], Tensor]:
     return force
 
 
+def _name(token: int | None) -> str:
+    return "none" if token is None else str(token)
+
+
 def _dtype(compiled: Compiled) -> torch.dtype:
     weights = compiled.engine.builder.weights.items()
     return next(t.dtype for n, t in weights if n.startswith("target.") and t.is_floating_point())
