@@ -37,7 +37,7 @@ def choose(name: str, device: torch.device) -> tuple[Backend, str]:
         if reasons:
             raise UnsupportedError(f"backend {name!r} cannot run on {device}", reasons)
         return backend, "asked for"
-    refused = []
+    refused: list[str] = []
     for candidate in BACKENDS.values():
         backend = candidate()
         reasons = backend.reject(device)

@@ -26,7 +26,7 @@ def _run(graph: StepGraph) -> StepGraph:
     with graph.graph.inserting_before(end):
         hidden = graph.graph.call_function(aten.select.int, (picked[0], 0, 0))
     hidden.meta["val"] = aten.select.int(picked[0].meta["val"], 0, 0)
-    end.args = ([*end.args[0], hidden],)
+    end.args = ([*graph.output_values(), hidden],)
     graph.outputs = (*graph.outputs, "hidden")
     return graph
 

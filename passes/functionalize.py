@@ -10,6 +10,8 @@ After it a graph writes only through specc's operators, into declared state.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -54,7 +56,7 @@ def _out_of_place(graph: fx.Graph, node: fx.Node, written: fx.Node) -> None:
 
 
 def _scatter(graph: fx.Graph, node: fx.Node, part: fx.Node) -> None:
-    whole = part.args[0]
+    whole: Any = part.args[0]
     with graph.inserting_before(node):
         new = graph.call_function(aten.slice_scatter.default, (whole, node.args[1], *part.args[1:]))
     new.meta = dict(node.meta)
@@ -94,7 +96,7 @@ def _is_view(node: fx.Node) -> bool:
     made, source = node.meta.get("val"), node.args[0]
     given = source.meta.get("val") if isinstance(source, fx.Node) else None
     if isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor):
-        return made.untyped_storage()._cdata == given.untyped_storage()._cdata
+        return bool(made.untyped_storage()._cdata == given.untyped_storage()._cdata)
     return True
 
 

@@ -7,6 +7,7 @@ After:   the operators of all four, in order, each marked with its stage
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 
@@ -16,7 +17,7 @@ from specc.graph import StepGraph, drop_unused_inputs, inline, prune
 
 def _run(graph: StepGraph) -> StepGraph:
     for call in list(graph.graph.find_nodes(op="call_module")):
-        stage = graph.gm.get_submodule(str(call.target))
+        stage: Any = graph.gm.get_submodule(str(call.target))
         arguments = iter(call.args)
         bound = {node: next(arguments) for node in stage.graph.find_nodes(op="placeholder")}
         with graph.graph.inserting_before(call):

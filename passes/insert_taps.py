@@ -10,6 +10,7 @@ reads. The order of the taps is the order given, never sorted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,16 +33,16 @@ def insert_taps(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) ->
         with graph.graph.inserting_before(end):
             picked = [_add(graph.graph, aten.select.int, s, 0, 0) for s in streams]
             joined = _add(graph.graph, aten.cat.default, picked, -1)
-        end.args = ([*end.args[0], joined],)
+        end.args = ([*graph.output_values(), joined],)
         graph.outputs = (*graph.outputs, "taps")
         return graph
 
     return Pass("insert_taps", run, gives=frozenset({"taps"}) if taps else frozenset())
 
 
-def _add(graph: fx.Graph, target: torch._ops.OpOverload, *args: object) -> fx.Node:
+def _add(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
-    values = fx.map_arg(args, lambda n: n.meta["val"])
+    values: Any = fx.map_arg(args, lambda n: n.meta["val"])
     node.meta["val"] = target(*values)
     return node
 
@@ -53,7 +54,7 @@ def _after(graph: StepGraph, j: int, layer_paths: Sequence[str], hidden: int) ->
         )
     if j == 0:
         return _entering(graph, layer_paths[0], hidden)
-    inside = [n for n in graph.graph.nodes if _is_in(n, layer_paths[j - 1]) and _is_stream(n, hidden)]
+    inside: list[fx.Node] = [n for n in graph.graph.nodes if _is_in(n, layer_paths[j - 1]) and _is_stream(n, hidden)]
     if not inside:
         raise InvariantError(
             "a layer has no value of the residual stream's shape", layer_paths[j - 1], "insert_taps"
@@ -64,6 +65,7 @@ def _after(graph: StepGraph, j: int, layer_paths: Sequence[str], hidden: int) ->
 def _entering(graph: StepGraph, path: str, hidden: int) -> fx.Node:
     for node in graph.graph.nodes:
         if _is_in(node, path):
+            source: fx.Node
             for source in node.all_input_nodes:
                 if not _is_in(source, path) and source.op == "call_function" and _is_stream(source, hidden):
                     return source

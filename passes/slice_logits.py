@@ -6,6 +6,8 @@ After:   %9   %11 = aten.index_select.default(%9, 1, %logit_rows)   %12 = aten.l
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -18,9 +20,8 @@ _HEADS = (aten.linear.default, aten.matmul.default, aten.addmm.default, aten.mm.
 
 
 def _run(graph: StepGraph) -> StepGraph:
-    logits = graph.output_node().args[0][graph.outputs.index("logits")]
-    head = _head_of(logits)
-    stream = head.args[0]
+    head = _head_of(graph.output_values()[graph.outputs.index("logits")])
+    stream: Any = head.args[0]
     last = list(graph.graph.find_nodes(op="placeholder"))[-1]
     with graph.graph.inserting_after(last):
         rows = graph.graph.placeholder("logit_rows")

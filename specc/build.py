@@ -151,7 +151,7 @@ class StepBuilder:
 
     def _collect_weights(self) -> dict[str, Tensor]:
         weights = {f"target.{n}": t for n, t in self.traced.weights.items()}
-        own = dict(self.target.module.named_parameters(remove_duplicate=False))
+        own: dict[str, Tensor] = dict(self.target.module.named_parameters(remove_duplicate=False))
         own |= dict(self.target.module.named_buffers(remove_duplicate=False))
         for path in (self.target.embed_path, self.target.head_path):
             weights |= {f"target.{n}": t.detach() for n, t in own.items() if n.startswith(f"{path}.")}
@@ -159,9 +159,9 @@ class StepBuilder:
             if self.drafter.traced is not None:
                 weights |= {f"drafter.{n}": t for n, t in self.drafter.traced.weights.items()}
             else:
-                named = [*self.drafter.module.named_parameters(remove_duplicate=False)]
-                named += [*self.drafter.module.named_buffers(remove_duplicate=False)]
-                weights |= {f"drafter.{n}": t.detach() for n, t in named}
+                named: dict[str, Tensor] = dict(self.drafter.module.named_parameters(remove_duplicate=False))
+                named |= dict(self.drafter.module.named_buffers(remove_duplicate=False))
+                weights |= {f"drafter.{n}": t.detach() for n, t in named.items()}
         return weights
 
     def _drafter_for_state(self) -> Any:
@@ -204,8 +204,12 @@ class StepBuilder:
     def _parts(self) -> Parts:
         target, drafter = self.target, self.drafter
 
-        def run_target(v: Mapping[str, Tensor], *rows: Tensor, logit_rows: Tensor) -> Mapping[str, Tensor]:
-            return RowsModel(self.traced.graph, v, _strip(v, "cache."))(*rows, logit_rows=logit_rows)
+        def run_target(
+            v: Mapping[str, Tensor], token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor,
+            logit_rows: Tensor,
+        ) -> Mapping[str, Tensor]:  # fmt: skip
+            model = RowsModel(self.traced.graph, v, _strip(v, "cache."))
+            return model(token, slot, position, cache_row, reach, logit_rows)
 
         def run_drafter(v: Mapping[str, Tensor], run: Callable[[object], object]) -> object:
             if drafter is None:

@@ -48,6 +48,7 @@ class StepGraph:
 
     def placeholder(self, name: str) -> fx.Node:
         """Return the placeholder of the input called ``name``."""
+        node: fx.Node
         for node in self.graph.find_nodes(op="placeholder"):
             if node.meta["input"].name == name:
                 return node
@@ -57,7 +58,13 @@ class StepGraph:
         return any(i.name == name for i in self.inputs)
 
     def output_node(self) -> fx.Node:
-        return next(iter(self.graph.find_nodes(op="output")))
+        node: fx.Node = next(iter(self.graph.find_nodes(op="output")))
+        return node
+
+    def output_values(self) -> list[fx.Node]:
+        """Return the nodes that the graph returns, in the order of ``outputs``."""
+        values: Any = self.output_node().args[0]
+        return list(values)
 
     def copy(self) -> StepGraph:
         """Return a graph that can be rewritten while this one stays; values are shared."""
@@ -177,7 +184,7 @@ def _render_node(node: fx.Node, number: dict[fx.Node, int], outputs: Sequence[st
         given = node.meta["input"]
         return f"{me}: {render_value(node.meta.get('val'))} = input[{given.kind}] {given.name}"
     if node.op == "output":
-        values = node.args[0]
+        values: Any = node.args[0]
         pairs = [f"{name}={_render_argument(v, number)}" for name, v in zip(outputs, values, strict=True)]
         return f"return {', '.join(pairs)}"
     arguments = [_render_argument(a, number) for a in node.args]

@@ -221,7 +221,7 @@ def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: P
     store(v["state.fresh"], torch.zeros_like(v["state.fresh"]))
 
     def run(drafter: object) -> None:
-        method.observe(_context(v, key, shape, parts, drafter, None), rows)
+        method.observe(_context(v, key, shape, parts, drafter, Drawer(shape.vocab)), rows)
 
     parts.drafter(v, run)
     store(length, length + count)
@@ -302,7 +302,7 @@ def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
 
 
 def _context(
-    v: Values, key: StepKey, shape: Shape, parts: Parts, drafter: object, draw: Drawer | None
+    v: Values, key: StepKey, shape: Shape, parts: Parts, drafter: object, draw: Drawer
 ) -> MethodContext:
     return MethodContext(
         slots=shape.slots, block=key.block, capacity=shape.capacity, tokens=v["state.tokens"],

@@ -135,7 +135,7 @@ def stitch(stages: Sequence[StepGraph], key: StepKey) -> StepGraph:
         root.add_module(stage.name, stage.gm)
         arguments = tuple(known[i.name] for i in stage.inputs)
         call = graph.call_module(stage.name, arguments)
-        values = [n.meta["val"] for n in stage.output_node().args[0]]
+        values = [n.meta["val"] for n in stage.output_values()]
         call.meta = {"val": values, "stage": stage.name}
         for index, name in enumerate(stage.outputs):
             picked = graph.call_function(operator.getitem, (call, index))
@@ -155,7 +155,7 @@ def stage_inputs(
     """Return all that a stage may read: the tensors of ``specs``, and what earlier stages make."""
     inputs = {Input(n, kind_of(n), storage.get(n, "")): s for n, s in specs.items()}
     for made in earlier:
-        for name, node in zip(made.outputs, made.output_node().args[0], strict=True):
+        for name, node in zip(made.outputs, made.output_values(), strict=True):
             value = node.meta["val"]
             inputs[Input(name, "value")] = TensorSpec(tuple(value.shape), value.dtype)
     return inputs

@@ -198,7 +198,9 @@ class RowsModel:
             elif item.kind == "state":
                 arguments.append(self._caches[item.name])
             else:
-                arguments.append(given[item.name])
+                value = given[item.name]
+                assert value is not None, f"this rows graph needs {item.name}"
+                arguments.append(value)
         outputs = fx.Interpreter(self._graph.gm).run(*arguments)
         return dict(zip(self._graph.outputs, outputs, strict=True))
 

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ _LINK = ("-shared", "-fopenmp")
 
 
 @functools.cache
-def kernel() -> ctypes._CFuncPtr:
+def kernel() -> Any:
     """Return the compiled function, compiling it on first use; UnsupportedError if the compiler fails."""
     function = ctypes.CDLL(str(_library())).specc_attend
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -87,7 +87,7 @@ class LayerConfig:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return float(self.head_dim**-0.5)
 
 
 class RMSNorm(nn.Module):
@@ -163,7 +163,8 @@ class Attention(nn.Module):
 
     def output(self, attended: Tensor) -> Tensor:
         """Return [.., hidden] of attended values [.., heads, head_dim]."""
-        return self.o_proj(attended.flatten(-2))
+        out: Tensor = self.o_proj(attended.flatten(-2))
+        return out
 
 
 class GatedMLP(nn.Module):
@@ -179,4 +180,5 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x)
         gated = nn.functional.silu(gate) if self.activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
-        return self.down_proj(gated * self.up_proj(x))
+        out: Tensor = self.down_proj(gated * self.up_proj(x))
+        return out

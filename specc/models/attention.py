@@ -106,8 +106,8 @@ def attention_on_rows(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for config, old in before:
-            for key, value in old.items():
-                setattr(config, key, value)
+            for key, previous in old.items():
+                setattr(config, key, previous)
         for rotary in longrope:
             del rotary.forward
 
@@ -149,7 +149,7 @@ def _attention(
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     rows_query, rows_key, rows_value = (t[0].transpose(0, 1) for t in (query, key, value))
     current = _OPEN.get()
-    layer = int(module.layer_idx)
+    layer = int(str(module.layer_idx))
     if isinstance(current, _Probe):
         shape = CacheShape(rows_key.shape[1], rows_key.shape[2], rows_value.shape[2], sliding_window)
         if current.layers.setdefault(layer, shape) != shape:

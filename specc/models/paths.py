@@ -24,5 +24,5 @@ def path_of(module: nn.Module, child: nn.Module) -> str:
     """Return the path of ``child`` inside ``module``."""
     for name, candidate in module.named_modules():
         if candidate is child:
-            return name
+            return str(name)
     raise UnsupportedError(f"{type(module).__name__} is not a causal LM", [f"{type(child).__name__} is not inside it"])

@@ -79,7 +79,7 @@ class Engine:
             begin = time.perf_counter()
             built = self.builder.step(key)
             call = self.backend.build(built.graph)
-            tensors = self.state.named() | self.builder.weights | self._settings(key.families)
+            tensors = {**self.state.named(), **self.builder.weights, **self._settings(key.families)}
             for node in built.graph.graph.find_nodes(op="placeholder"):
                 if node.meta["input"].name not in tensors and node.meta["input"].kind == "host":
                     tensors[node.meta["input"].name] = self._hand(node.meta["input"].name, node.meta["val"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +82,7 @@ class Scheduler:
         self._slots: dict[int, _Slot] = {}
         self._families: tuple[str, ...] = ()
 
-    def run(self, requests: Iterable[Request], stats: Stats) -> Iterator[Progress]:
+    def run(self, requests: Iterable[Request], stats: Stats) -> Generator[Progress, None, None]:
         """Yield the progress of every request, step by step; leaves the engine idle however it ends."""
         waiting = iter(requests)
         pending: deque[Request] = deque()

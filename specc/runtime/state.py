@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import optree
 import torch
@@ -13,7 +14,7 @@ from specc.contracts import TensorSpec
 _NAMESPACE = "specc"
 
 
-@optree.dataclasses.dataclass(namespace=_NAMESPACE)
+@optree.dataclasses.dataclass(namespace=_NAMESPACE)  # type: ignore[call-overload, untyped-decorator]
 class StepState:
     """Every tensor a step reads and writes besides weights, by owner.
 
@@ -29,7 +30,8 @@ class StepState:
 
     def named(self) -> dict[str, Tensor]:
         """Return the tensors by their names as graph inputs, like ``cache.key.0``."""
-        paths, leaves, _ = optree.tree_flatten_with_path(self, namespace=_NAMESPACE)
+        whole: Any = self
+        paths, leaves, _ = optree.tree_flatten_with_path(whole, namespace=_NAMESPACE)
         return {".".join(str(part) for part in path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
