@@ -47,7 +47,9 @@ class Inductor:
     def build(self, graph: StepGraph) -> Callable[..., tuple[Tensor, ...]]:
         graph = with_kernels(graph)
         # split_module reads the graph; it keeps node metadata and the order of nodes.
-        split = split_module(graph.gm, graph.gm, lambda node: _UNIT[node.meta["stage"]], keep_original_order=True)
+        split = split_module(
+            graph.gm, graph.gm, lambda node: _UNIT[node.meta["stage"]], keep_original_order=True
+        )
         for name, unit in list(split.named_children()):
             assert isinstance(unit, fx.GraphModule)
             setattr(split, name, _Unit(self._compile(name, unit)))

@@ -40,7 +40,9 @@ def _run(graph: StepGraph) -> StepGraph:
         ):
             _scatter(graph.graph, node, written[0])
         else:
-            raise UnsupportedError("this model cannot be traced over rows", [f"{node.target} writes through a view: {node}"])
+            raise UnsupportedError(
+                "this model cannot be traced over rows", [f"{node.target} writes through a view: {node}"]
+            )
     return graph
 
 

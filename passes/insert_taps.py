@@ -54,7 +54,9 @@ def _after(graph: StepGraph, j: int, layer_paths: Sequence[str], hidden: int) ->
         )
     if j == 0:
         return _entering(graph, layer_paths[0], hidden)
-    inside: list[fx.Node] = [n for n in graph.graph.nodes if _is_in(n, layer_paths[j - 1]) and _is_stream(n, hidden)]
+    inside: list[fx.Node] = [
+        n for n in graph.graph.nodes if _is_in(n, layer_paths[j - 1]) and _is_stream(n, hidden)
+    ]
     if not inside:
         raise InvariantError(
             "a layer has no value of the residual stream's shape", layer_paths[j - 1], "insert_taps"

@@ -18,9 +18,9 @@ from specc.build import StepBuilder, Target, make_drafter, make_target
 from specc.checking import PROBE_TOKENS, Report, check_pair
 from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
+from specc.loading import load
 from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
-from specc.loading import load
 from specc.pairing import find_drafter
 from specc.prompts import built_in_prompts, read_prompts
 from specc.runtime import bitwise

@@ -60,9 +60,14 @@ class Target:
 def make_target(module: nn.Module, info: ModelInfo) -> Target:
     """Return ``module`` as a target: traced over rows, its parts found."""
     return Target(
-        module, info, trace_model(module),
-        path_of(module, embed_module(module)), path_of(module, head_module(module)),
-        layer_paths(module, info.layers), embed_transform(module), final_logit_transform(module),
+        module,
+        info,
+        trace_model(module),
+        path_of(module, embed_module(module)),
+        path_of(module, head_module(module)),
+        layer_paths(module, info.layers),
+        embed_transform(module),
+        final_logit_transform(module),
     )
 
 
@@ -247,7 +252,9 @@ class _Call(nn.Module):
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], function: Callable[[Any], Any]) -> Any:
     """Call ``function(module)`` while the module's parameters and buffers are ``tensors``."""
-    return torch.func.functional_call(_Call(module), {f"module.{n}": t for n, t in tensors.items()}, (function,))
+    return torch.func.functional_call(
+        _Call(module), {f"module.{n}": t for n, t in tensors.items()}, (function,)
+    )
 
 
 def share(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -256,7 +263,11 @@ def share(weights: Mapping[str, Tensor]) -> dict[str, str]:
     names = {}
     for name, tensor in weights.items():
         place = (
-            tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype,
+            tensor.untyped_storage().data_ptr(),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
         )
         names[name] = first.setdefault(place, name) if tensor.numel() else name
     return names

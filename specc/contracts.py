@@ -115,7 +115,9 @@ class Draft:
     tokens: Tensor  # int64 [slots, block], target ids; -1 = no draft here: rejected, not counted
     proposal: Proposal | None = None
     drawn: Tensor | None = None  # float32 [slots, block], q of each drawn token; None with point masses
-    confidence: Tensor | None = None  # float32 [slots, block], logit that draft i is accepted if all before are
+    confidence: Tensor | None = (
+        None  # float32 [slots, block], logit that draft i is accepted if all before are
+    )
 
 
 class Draw(Protocol):
@@ -150,7 +152,9 @@ class MethodContext:
     state: Mapping[str, Tensor]  # the method's own state, by the names it declared
     drafter: Any  # the drafter module with its weights bound, or a RowsModel for draft_model
     embed: Callable[[Tensor], Tensor]  # the target's token embedding (scale included): ids -> [.., hidden]
-    head: Callable[[Tensor], Tensor]  # the target's output head (softcap included): [.., hidden] -> [.., vocab]
+    head: Callable[
+        [Tensor], Tensor
+    ]  # the target's output head (softcap included): [.., hidden] -> [.., vocab]
     draw: Draw
     vocab: int = 0  # width of the target's logits
     drafter_limit: int | None = None  # positions the drafter's tables cover; None = no end

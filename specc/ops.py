@@ -34,16 +34,26 @@ _LIB.define("grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
 
 
 def _attend_slot(
-    query: Tensor, key: Tensor, value: Tensor, first: Tensor, last: Tensor,
-    scale: float, softcap: float | None, sinks: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend rows of one slot: query [rows, heads, size], key and value [kv_heads, live, size]."""
     index = torch.arange(key.shape[1], device=key.device)
     visible = (index >= first[:, None]) & (index <= last[:, None])  # [rows, live]
     if softcap is None and sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key[None], value[None], attn_mask=visible[None, None],
-            scale=scale, enable_gqa=key.shape[0] != query.shape[1],
+            query.transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=visible[None, None],
+            scale=scale,
+            enable_gqa=key.shape[0] != query.shape[1],
         )
         return out[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[0]
@@ -63,9 +73,18 @@ def _attend_slot(
 
 
 def _attend_host(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot: Tensor,
+    cache_row: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run attend on the CPU, reading only live cache rows: lengths are already on the host here."""
     key_cache[slot, :, cache_row] = key
@@ -82,16 +101,31 @@ def _attend_host(
         pick = slice(rows[0], rows[-1] + 1) if whole else torch.tensor(rows)
         low, high = int(first[pick].min()), int(last[pick].max()) + 1
         out[pick] = _attend_slot(
-            query[pick], key_cache[owner, :, low:high], value_cache[owner, :, low:high],
-            first[pick] - low, last[pick] - low, scale, softcap, sinks,
+            query[pick],
+            key_cache[owner, :, low:high],
+            value_cache[owner, :, low:high],
+            first[pick] - low,
+            last[pick] - low,
+            scale,
+            softcap,
+            sinks,
         )
     return out
 
 
 def _attend_device(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot: Tensor,
+    cache_row: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run attend without any host read: every row sees its slot's whole cache through a mask."""
     key_cache[slot, :, cache_row] = key
@@ -154,9 +188,18 @@ def _grouped_mm_fake(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _attend_fake(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot: Tensor,
+    cache_row: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from specc.checkpoints import read_drafter
@@ -15,7 +14,9 @@ from specc.models.decoder_layer import final_norm
 from specc.models.generation import tokenizer_difference
 from specc.models.load import LoadedModel, load_drafter_model
 
-SHIPPED = Path(__file__).resolve().parent / "shipped"  # shipped/<target>/<method>: drafters that come with specc
+SHIPPED = (
+    Path(__file__).resolve().parent / "shipped"
+)  # shipped/<target>/<method>: drafters that come with specc
 
 
 def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBundle | None:
@@ -56,7 +57,8 @@ def _shipped(method: Method, target: LoadedModel) -> Path:
     if folder.is_dir():
         return folder
     raise InputError(
-        "drafter", None,
+        "drafter",
+        None,
         f"method {method.name!r} needs a drafter for {target.info.name!r}, and none comes with specc: "
         f"give a checkpoint folder, train one with `specc train MODEL --method {method.name}`, or use method 'ngram', "
         "which needs none",
@@ -65,23 +67,35 @@ def _shipped(method: Method, target: LoadedModel) -> Path:
 
 def _draft_model(target: LoadedModel, drafter: Any) -> DrafterBundle:
     if drafter is None:
-        raise InputError("drafter", None, "method 'draft_model' needs a smaller causal LM with the target's tokenizer")
+        raise InputError(
+            "drafter", None, "method 'draft_model' needs a smaller causal LM with the target's tokenizer"
+        )
     loaded = drafter if isinstance(drafter, LoadedModel) else load_drafter_model(drafter, target=target)
     if target.tokenizer is not None and loaded.tokenizer is not None:
         difference = tokenizer_difference(target.tokenizer, loaded.tokenizer)
         if difference is not None:
             raise UnsupportedError(
-                "method 'draft_model' cannot run this pair", [f"the tokenizers differ: {difference}"],
+                "method 'draft_model' cannot run this pair",
+                [f"the tokenizers differ: {difference}"],
                 "Choose a drafter with the target's own tokenizer.",
             )
     places = [next(m.parameters()).device for m in (target.module, loaded.module)]
     if places[0] != places[1]:
         raise UnsupportedError(
-            "method 'draft_model' cannot run this pair", [f"the target is on {places[0]}, the drafter on {places[1]}"]
+            "method 'draft_model' cannot run this pair",
+            [f"the target is on {places[0]}, the drafter on {places[1]}"],
         )
     info = DrafterInfo(
-        name=loaded.info.name, method="draft_model", layout="transformers", hidden=loaded.info.hidden,
-        target_hidden=None, vocab=loaded.info.vocab, target_vocab=loaded.info.vocab, taps=(),
-        max_position=loaded.info.max_position, block=None, config=loaded.info,
+        name=loaded.info.name,
+        method="draft_model",
+        layout="transformers",
+        hidden=loaded.info.hidden,
+        target_hidden=None,
+        vocab=loaded.info.vocab,
+        target_vocab=loaded.info.vocab,
+        taps=(),
+        max_position=loaded.info.max_position,
+        block=None,
+        config=loaded.info,
     )
     return DrafterBundle(info, loaded.module)

@@ -20,10 +20,21 @@ logger = logging.getLogger(__name__)
 Check = Callable[[StepGraph], None]
 
 # Operators whose result, or whose shape, depends on a tensor's value: on a GPU each is a wait for the device.
-_WAITS = frozenset({
-    "aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.nonzero_numpy", "aten.masked_select",
-    "aten.unique_dim", "aten._unique2", "aten.unique_consecutive", "aten.is_nonzero", "aten.equal", "aten.argwhere",
-})
+_WAITS = frozenset(
+    {
+        "aten._local_scalar_dense",
+        "aten.item",
+        "aten.nonzero",
+        "aten.nonzero_numpy",
+        "aten.masked_select",
+        "aten.unique_dim",
+        "aten._unique2",
+        "aten.unique_consecutive",
+        "aten.is_nonzero",
+        "aten.equal",
+        "aten.argwhere",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def _has_bool_index(node: torch.fx.Node) -> bool:
 def _check_shared(graph: StepGraph) -> None:
     seen = [i.storage for i in graph.inputs if i.storage]
     if len(seen) != len(set(seen)):
-        raise InvariantError("one storage is one input", [s for s in seen if seen.count(s) > 1][0])
+        raise InvariantError("one storage is one input", next(s for s in seen if seen.count(s) > 1))
 
 
 def _check_output(name: str) -> Check:
@@ -149,7 +160,9 @@ def run_passes(
 def _run_one(graph: StepGraph, item: Pass, done: Sequence[str]) -> tuple[StepGraph, PassReport]:
     missing = item.needs - graph.facts
     if missing:
-        raise InvariantError(f"it needs {', '.join(sorted(missing))}, which no earlier pass gave", where=f"pass {item.name}")
+        raise InvariantError(
+            f"it needs {', '.join(sorted(missing))}, which no earlier pass gave", where=f"pass {item.name}"
+        )
     before, bytes_before = len(graph.graph.nodes), weight_bytes(graph)
     text_before = graph.render() if item.expects_match else ""
     begin = time.perf_counter()

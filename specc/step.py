@@ -59,7 +59,10 @@ class StepKey:
     def stages(self) -> tuple[Stage, ...]:
         """The stages in this part of the step."""
         parts: dict[str, tuple[Stage, ...]] = {
-            "whole": STAGES, "verify": ("draft", "verify"), "commit": ("commit",), "target": ("verify",),
+            "whole": STAGES,
+            "verify": ("draft", "verify"),
+            "commit": ("commit",),
+            "target": ("verify",),
         }
         return parts[self.part]
 
@@ -106,7 +109,9 @@ def state_specs(shape: Shape) -> dict[str, TensorSpec]:
         "state.reach": TensorSpec((slots,), torch.int64),
         "state.limit": TensorSpec((slots,), torch.int64),
         "state.running": TensorSpec((slots,), torch.bool),
-        "state.fresh": TensorSpec((slots,), torch.bool),  # runs for the first time: its method has no context yet
+        "state.fresh": TensorSpec(
+            (slots,), torch.bool
+        ),  # runs for the first time: its method has no context yet
         "state.eos": TensorSpec((slots, MAX_EOS), torch.int64),
         "state.seed": TensorSpec((slots,), torch.int64),
         "state.coupled": TensorSpec((slots,), torch.bool),
@@ -130,7 +135,9 @@ def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Pa
     ready = v["state.running"] & ~v["state.fresh"]
     draw = Drawer(shape.vocab)
     if key.sampled:
-        draw = Drawer(shape.vocab, v["setting.temperature"], v["state.seed"], v["state.length"], _rule(v, key))
+        draw = Drawer(
+            shape.vocab, v["setting.temperature"], v["state.seed"], v["state.length"], _rule(v, key)
+        )
 
     def run(drafter: object) -> Draft:
         return method.draft(replace(_context(v, key, shape, parts, drafter, draw), running=ready))
@@ -178,16 +185,26 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
     if key.families:
         settings = {n.removeprefix("setting."): t for n, t in v.items() if n.startswith("setting.")}
         context = SamplingContext(
-            tokens=v["state.tokens"], length=length, prompt_length=v["state.prompt_length"], draft=draft,
-            settings=settings, eos=v["state.eos"], max_length=v["state.limit"],
+            tokens=v["state.tokens"],
+            length=length,
+            prompt_length=v["state.prompt_length"],
+            draft=draft,
+            settings=settings,
+            eos=v["state.eos"],
+            max_length=v["state.limit"],
         )
         logits = process(raw, context, key.families)
     proposal = Proposal(v["draft.probs"], v.get("draft.ids")) if "draft.probs" in v else None
     drafts = Draft(draft, proposal, v.get("draft.drawn"))
     if key.sampled:
         verdict = accept_drafts(
-            logits, drafts, temperature=v["setting.temperature"], seed=v["state.seed"], length=length,
-            rule=_rule(v, key), raw=raw,
+            logits,
+            drafts,
+            temperature=v["setting.temperature"],
+            seed=v["state.seed"],
+            length=length,
+            rule=_rule(v, key),
+            raw=raw,
         )
     else:
         verdict = accept_drafts(logits, drafts, raw=raw)
@@ -195,10 +212,16 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
     kept = torch.arange(key.block + 1, device=count.device) < count[:, None]
     emitted = torch.where(kept, verdict.tokens, -1)
     columns = [
-        count, torch.minimum(verdict.count, count), verdict.drafted * running, finish, (verdict.broken & running).long(),
+        count,
+        torch.minimum(verdict.count, count),
+        verdict.drafted * running,
+        finish,
+        (verdict.broken & running).long(),
     ]
     out = {
-        "accept.count": count, "accept.finish": finish, "accept.emitted": emitted,
+        "accept.count": count,
+        "accept.finish": finish,
+        "accept.emitted": emitted,
         "record": torch.cat([torch.stack(columns, 1), emitted], dim=1),
     }
     if "logits" in key.extras:
@@ -296,8 +319,15 @@ def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
         newest = torch.where(has_newest, newest, own + last_fed.clamp(min=0))
         has_newest = has_newest | (last_fed >= 0)
     return Rows(
-        token=rows.token, next_token=next_token, slot=rows.slot, position=rows.position, cache_row=cache_row,
-        features=v.get("verify.taps"), newest=newest, has_newest=has_newest, reach=rows.reach,
+        token=rows.token,
+        next_token=next_token,
+        slot=rows.slot,
+        position=rows.position,
+        cache_row=cache_row,
+        features=v.get("verify.taps"),
+        newest=newest,
+        has_newest=has_newest,
+        reach=rows.reach,
     )
 
 
@@ -305,9 +335,17 @@ def _context(
     v: Values, key: StepKey, shape: Shape, parts: Parts, drafter: object, draw: Drawer
 ) -> MethodContext:
     return MethodContext(
-        slots=shape.slots, block=key.block, capacity=shape.capacity, tokens=v["state.tokens"],
-        length=v["state.length"], running=v["state.running"],
+        slots=shape.slots,
+        block=key.block,
+        capacity=shape.capacity,
+        tokens=v["state.tokens"],
+        length=v["state.length"],
+        running=v["state.running"],
         state={n.removeprefix("method."): t for n, t in v.items() if n.startswith("method.")},
-        drafter=drafter, embed=lambda ids: parts.embed(v, ids), head=lambda hidden: parts.head(v, hidden),
-        draw=draw, vocab=shape.vocab, drafter_limit=parts.drafter_limit,
+        drafter=drafter,
+        embed=lambda ids: parts.embed(v, ids),
+        head=lambda hidden: parts.head(v, hidden),
+        draw=draw,
+        vocab=shape.vocab,
+        drafter_limit=parts.drafter_limit,
     )

@@ -72,8 +72,13 @@ def kind_of(name: str) -> Kind:
     """Return what an input is, from its name's first part."""
     first = name.split(".", 1)[0]
     kinds: dict[str, Kind] = {
-        "target": "weight", "drafter": "weight", "state": "state", "cache": "state", "method": "state",
-        "setting": "setting", "feed": "host",
+        "target": "weight",
+        "drafter": "weight",
+        "state": "state",
+        "cache": "state",
+        "method": "state",
+        "setting": "setting",
+        "feed": "host",
     }
     return kinds.get(first, "value")
 

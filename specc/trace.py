@@ -15,7 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -27,12 +31,14 @@ from specc.models.attention import CacheShape, attention_on_rows, probe_context,
 logger = logging.getLogger(__name__)
 
 ROW_INPUTS = ("token", "slot", "position", "cache_row", "reach")
-_ASSERTS = frozenset({
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-})
+_ASSERTS = frozenset(
+    {
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,14 @@ class _OnRows(nn.Module):
         self.model = model
 
     def forward(
-        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor,
-        keys: dict[int, Tensor], values: dict[int, Tensor],
+        self,
+        token: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        cache_row: Tensor,
+        reach: Tensor,
+        keys: dict[int, Tensor],
+        values: dict[int, Tensor],
     ) -> Tensor:
         with rows_context(slot=slot, cache_row=cache_row, reach=reach, key_caches=keys, value_caches=values):
             out = self.model(input_ids=token[None], position_ids=position[None], use_cache=False)
@@ -106,7 +118,8 @@ def probe_caches(model: nn.Module) -> dict[int, CacheShape]:
             raise
         except Exception as error:
             raise UnsupportedError(
-                f"{type(model).__name__} cannot be traced over rows", [f"{type(error).__name__}: {error}"],
+                f"{type(model).__name__} cannot be traced over rows",
+                [f"{type(error).__name__}: {error}"],
             ) from error
     if not layers:
         raise UnsupportedError(
@@ -124,25 +137,32 @@ def _export(model: nn.Module, caches: Mapping[int, CacheShape], name: str) -> to
     # One distinct tensor per input: export merges inputs that are the same object.
     example = [torch.arange(rows, device=weight.device) % 2 for _ in ROW_INPUTS]
     dynamic = {n: {0: torch.export.Dim.DYNAMIC} for n in ROW_INPUTS}
-    static = {i: None for i in caches}
+    static = dict.fromkeys(caches)
     try:
         return torch.export.export(
-            _OnRows(model), (*example, keys, values),
-            dynamic_shapes={**dynamic, "keys": static, "values": dict(static)}, strict=False,
+            _OnRows(model),
+            (*example, keys, values),
+            dynamic_shapes={**dynamic, "keys": static, "values": dict(static)},
+            strict=False,
         )
     except SpeccError:
         raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnsupportedError(
-            f"{name} ({type(model).__name__}) cannot be traced over rows", [f"{type(error).__name__}: {first}"],
+            f"{name} ({type(model).__name__}) cannot be traced over rows",
+            [f"{type(error).__name__}: {first}"],
         ) from error
 
 
-def _lift(program: torch.export.ExportedProgram, model: nn.Module, name: str) -> tuple[StepGraph, dict[str, Tensor]]:
+def _lift(
+    program: torch.export.ExportedProgram, model: nn.Module, name: str
+) -> tuple[StepGraph, dict[str, Tensor]]:
     """Name every placeholder of an exported program and collect its weights as the caller's own tensors."""
     signature = program.graph_signature
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     weights: dict[str, Tensor] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name in signature.inputs_to_parameters or node.name in signature.inputs_to_buffers:
@@ -179,7 +199,12 @@ class RowsModel:
         self._graph, self._weights, self._caches = graph, weights, caches
 
     def __call__(
-        self, token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor | None = None,
+        self,
+        token: Tensor,
+        slot: Tensor,
+        position: Tensor,
+        cache_row: Tensor,
+        reach: Tensor | None = None,
         logit_rows: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the rows; returns the graph's outputs by name ("logits", "taps", ...).
@@ -190,7 +215,9 @@ class RowsModel:
             logit_rows: int64, the rows whose logits are wanted, when `slice_logits` ran.
         """
         reach = position + 1 if reach is None else reach
-        given = dict(zip(ROW_INPUTS, (token, slot, position, cache_row, reach), strict=True)) | {"logit_rows": logit_rows}
+        given = dict(zip(ROW_INPUTS, (token, slot, position, cache_row, reach), strict=True)) | {
+            "logit_rows": logit_rows
+        }
         arguments = []
         for item in self._graph.inputs:
             if item.kind == "weight":
@@ -250,6 +277,7 @@ def _no_python_values() -> Iterator[None]:
         yield
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            "this stage cannot be traced", [f"it needs a tensor's value in Python: {error}"],
+            "this stage cannot be traced",
+            [f"it needs a tensor's value in Python: {error}"],
             "Write it with tensor operations only: no item(), no boolean indexing, no branches on values.",
         ) from error

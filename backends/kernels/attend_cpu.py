@@ -135,7 +135,11 @@ def kernel() -> Any:
 def _library() -> Path:
     """Return the shared library, named by all that it depends on, in Inductor's cache folder."""
     compiler = get_cpp_compiler()
-    machine = f"{platform.machine()} {torch.cpu.get_capabilities()}" if hasattr(torch.cpu, "get_capabilities") else ""
+    machine = (
+        f"{platform.machine()} {torch.cpu.get_capabilities()}"
+        if hasattr(torch.cpu, "get_capabilities")
+        else ""
+    )
     key = hashlib.sha256("\n".join([_SOURCE, compiler, *_COMPILE, *_LINK, machine]).encode()).hexdigest()[:16]
     folder = Path(cache_dir()) / "specc"
     path = folder / f"attend_{key}.so"
@@ -145,7 +149,10 @@ def _library() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source, compiled, built = (Path(scratch) / f"attend.{end}" for end in ("cpp", "o", "so"))
         source.write_text(_SOURCE)
-        for command in ([*_COMPILE, str(source), "-o", str(compiled)], [*_LINK, str(compiled), "-o", str(built)]):
+        for command in (
+            [*_COMPILE, str(source), "-o", str(compiled)],
+            [*_LINK, str(compiled), "-o", str(built)],
+        ):
             done = subprocess.run([compiler, *command], capture_output=True, text=True, check=False)
             if done.returncode:
                 errors = done.stderr.strip().splitlines()[:5]
@@ -155,12 +162,23 @@ def _library() -> Path:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
-    slot: Tensor, cache_row: Tensor, first: Tensor, last: Tensor,
-    scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot: Tensor,
+    cache_row: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     if key_cache.dtype not in DTYPES or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
-        raise InvariantError("attend_cpu takes contiguous float32 or bfloat16 caches", key_cache.dtype, "attend_cpu")
+        raise InvariantError(
+            "attend_cpu takes contiguous float32 or bfloat16 caches", key_cache.dtype, "attend_cpu"
+        )
     key_cache[slot, :, cache_row] = key
     value_cache[slot, :, cache_row] = value
     rows, heads, size = query.shape
@@ -169,15 +187,29 @@ def _attend(
     indices = [t.contiguous() for t in (slot, cache_row, first, last)]
     sinks = None if sinks is None else sinks.to(query.dtype).contiguous()
     kernel()(
-        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), *(t.data_ptr() for t in indices),
-        out.data_ptr(), rows, heads, key.shape[1], size, value.shape[2], key_cache.shape[2], scale,
-        softcap or 0.0, None if sinks is None else sinks.data_ptr(), int(query.dtype is torch.bfloat16),
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        *(t.data_ptr() for t in indices),
+        out.data_ptr(),
+        rows,
+        heads,
+        key.shape[1],
+        size,
+        value.shape[2],
+        key_cache.shape[2],
+        scale,
+        softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+        int(query.dtype is torch.bfloat16),
     )
     return out
 
 
 _LIB.impl("attend_cpu", _attend, "CPU")
 torch.library.register_fake(
-    "specc::attend_cpu", lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]), lib=_LIB
+    "specc::attend_cpu",
+    lambda query, key, value, *_: query.new_empty(*query.shape[:2], value.shape[2]),
+    lib=_LIB,
 )
 attend_cpu = torch.ops.specc.attend_cpu

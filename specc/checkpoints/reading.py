@@ -42,7 +42,9 @@ class Folder:
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return a tensor; ArtifactError if it is missing, of another shape, or not finite."""
         if name not in self._where:
-            raise ArtifactError(self.path, name, "no such tensor", f"a tensor {list(shape) if shape else ''}".strip())
+            raise ArtifactError(
+                self.path, name, "no such tensor", f"a tensor {list(shape) if shape else ''}".strip()
+            )
         found = self.shape(name)
         if shape is not None and found != shape:
             raise ArtifactError(self.path, name, f"shape {list(found)}", f"shape {list(shape)}")
@@ -62,7 +64,9 @@ class Folder:
         """Refuse tensors nobody read or named; return "name: why" of those left on purpose."""
         for name in sorted(self._where.keys() - self._taken.keys()):
             raise ArtifactError(
-                self.path, name, f"a tensor {list(self.shape(name))} that this layout does not have",
+                self.path,
+                name,
+                f"a tensor {list(self.shape(name))} that this layout does not have",
                 "every tensor to be read: ignoring it could change the numbers",
             )
         return tuple(f"{name}: {why}" for name, why in sorted(self._taken.items()) if why != "read")
@@ -74,7 +78,9 @@ class Folder:
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     if not path.is_dir():
-        raise ArtifactError(path, "folder", "nothing" if not path.exists() else "a file", "a checkpoint folder")
+        raise ArtifactError(
+            path, "folder", "nothing" if not path.exists() else "a file", "a checkpoint folder"
+        )
     file = path / "config.json"
     if not file.is_file():
         raise ArtifactError(path, "config.json", "no such file", "the drafter's config.json")
@@ -93,7 +99,9 @@ def _index(path: Path) -> dict[str, Path]:
         pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         found = f"only pickle files ({', '.join(pickles)})" if pickles else "no weights"
         raise ArtifactError(
-            path, "weights", found,
+            path,
+            "weights",
+            found,
             "*.safetensors; a pickle can run code, so convert it first: "
             "safetensors.torch.save_file(tensors, 'model.safetensors')",
         )

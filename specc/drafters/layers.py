@@ -42,7 +42,9 @@ class RopeConfig:
             return inverse / self.factor, 1.0
         if self.type == "llama3":
             wavelength = 2 * math.pi / inverse
-            low, high = (self.original_max_position / f for f in (self.low_freq_factor, self.high_freq_factor))
+            low, high = (
+                self.original_max_position / f for f in (self.low_freq_factor, self.high_freq_factor)
+            )
             smooth = (self.original_max_position / wavelength - self.low_freq_factor) / (
                 self.high_freq_factor - self.low_freq_factor
             )
@@ -179,6 +181,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x)
-        gated = nn.functional.silu(gate) if self.activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
+        gated = (
+            nn.functional.silu(gate)
+            if self.activation == "silu"
+            else nn.functional.gelu(gate, approximate="tanh")
+        )
         out: Tensor = self.down_proj(gated * self.up_proj(x))
         return out

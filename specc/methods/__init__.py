@@ -8,9 +8,9 @@ from specc.contracts import Method
 from specc.errors import UnknownNameError
 from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
+from specc.methods.draft_model import DraftModel
 from specc.methods.dspark import DSpark
 from specc.methods.eagle3 import Eagle3
-from specc.methods.draft_model import DraftModel
 from specc.methods.mtp import Mtp
 from specc.methods.ngram import Ngram
 from specc.methods.plain import Plain

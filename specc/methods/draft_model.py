@@ -59,8 +59,10 @@ class DraftModel:
         # Two rows per slot: the token before the anchor, then the anchor.
         logits = self._rows(
             context,
-            torch.stack([previous, token], 1).flatten(), slot.repeat_interleave(2),
-            torch.stack([position - 1, position], 1).flatten(), logit_rows=2 * slot + 1,
+            torch.stack([previous, token], 1).flatten(),
+            slot.repeat_interleave(2),
+            torch.stack([position - 1, position], 1).flatten(),
+            logit_rows=2 * slot + 1,
         )
         for index in range(context.block):
             if index:
@@ -82,13 +84,19 @@ class DraftModel:
             context.drafter(token, slot, position, cache_row, reach, logit_rows=slot[:1] * 0)
 
     def _rows(
-        self, context: MethodContext, token: torch.Tensor, slot: torch.Tensor, position: torch.Tensor,
+        self,
+        context: MethodContext,
+        token: torch.Tensor,
+        slot: torch.Tensor,
+        position: torch.Tensor,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         live = context.running[slot] & (position < self._limit(context))
         cache_row = context.cache_rows(position, live)
         clamped = position.clamp(min=0, max=min(context.capacity, self._limit(context)) - 1)
-        logits: torch.Tensor = context.drafter(token, slot, clamped, cache_row, logit_rows=logit_rows)["logits"]
+        logits: torch.Tensor = context.drafter(token, slot, clamped, cache_row, logit_rows=logit_rows)[
+            "logits"
+        ]
         return logits[:, : context.vocab]  # ids past the target's vocabulary are padding of the drafter's
 
     def _ids(self, context: MethodContext, logits: torch.Tensor) -> torch.Tensor | None:

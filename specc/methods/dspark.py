@@ -95,15 +95,11 @@ class DSpark:
                 latent, state = drafter.markov_head.latent(row, embedded, state)
                 logits = logits.float() + drafter.markov_head.bias(latent, allowed).float()
             if config.confidence is not None:
-                confidence.append(drafter.confidence_head(row, embedded))
+                logit = drafter.confidence_head(row, embedded).float()
+                calibrated = config.confidence.temperatures
+                confidence.append(logit if calibrated is None else logit / calibrated[index])
             previous = context.draw(logits, index, ids=_name(drafter, allowed))
-        if not confidence:
-            return None
-        logits = torch.stack(confidence, dim=1).float()
-        temperatures = config.confidence.temperatures if config.confidence is not None else None
-        if temperatures is not None:
-            logits = logits / logits.new_tensor(temperatures[: context.block])
-        return logits
+        return torch.stack(confidence, dim=1) if confidence else None
 
 
 def _name(drafter: BlockDrafter, candidates: Tensor | None) -> Tensor | None:

@@ -33,7 +33,9 @@ class Ngram:
         if self.max_ngram < 1:
             reasons.append(f"max_ngram must be at least 1, not {self.max_ngram}")
         if drafter is not None:
-            reasons.append(f"ngram drafts from the tokens themselves and takes no drafter; got {drafter.name}")
+            reasons.append(
+                f"ngram drafts from the tokens themselves and takes no drafter; got {drafter.name}"
+            )
         return tuple(reasons)
 
     def blocks(self, drafter: DrafterInfo | None) -> int | None:

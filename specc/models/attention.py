@@ -52,8 +52,13 @@ _OPEN: ContextVar[_Rows | _Probe | None] = ContextVar("specc_rows", default=None
 
 @contextlib.contextmanager
 def rows_context(
-    *, slot: Tensor, cache_row: Tensor, key_caches: Mapping[int, Tensor], value_caches: Mapping[int, Tensor],
-    first: Tensor | None = None, reach: Tensor | None = None,
+    *,
+    slot: Tensor,
+    cache_row: Tensor,
+    key_caches: Mapping[int, Tensor],
+    value_caches: Mapping[int, Tensor],
+    first: Tensor | None = None,
+    reach: Tensor | None = None,
 ) -> Iterator[None]:
     """Let attention layers run on rows.
 
@@ -132,9 +137,18 @@ def _longrope_on_rows(rotary: Any, x: Tensor, position_ids: Tensor, **_: Any) ->
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, **more: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend [1, heads, rows, size] queries; returns [1, rows, heads, size] as transformers expects."""
     if attention_mask is not None:
@@ -143,9 +157,13 @@ def _attention(
             ["it builds its own attention mask, which rows do not have"],
         )
     if more.get("is_causal", True) is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedError(f"{type(module).__name__} cannot be traced over rows", ["its attention is not causal"])
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be traced over rows", ["its attention is not causal"]
+        )
     if not hasattr(module, "layer_idx"):
-        raise UnsupportedError(f"{type(module).__name__} cannot be traced over rows", ["it has no layer index"])
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be traced over rows", ["it has no layer index"]
+        )
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     rows_query, rows_key, rows_value = (t[0].transpose(0, 1) for t in (query, key, value))
     current = _OPEN.get()
@@ -158,14 +176,23 @@ def _attention(
     if current is None:
         raise InvariantError("attention ran outside of a rows context", type(module).__name__)
     cache_row = current.cache_row
-    if sliding_window is None:
-        first = torch.zeros_like(cache_row)
-    else:
+    first = torch.zeros_like(cache_row)
+    if sliding_window is not None:
         first = (cache_row - (sliding_window - 1)).clamp(min=0)
     if current.first is not None:
         first = torch.maximum(first, current.first)
     out = attend(
-        rows_query, rows_key, rows_value, current.key_caches[layer], current.value_caches[layer],
-        current.slot, cache_row, first, cache_row, scale, softcap, s_aux,
+        rows_query,
+        rows_key,
+        rows_value,
+        current.key_caches[layer],
+        current.value_caches[layer],
+        current.slot,
+        cache_row,
+        first,
+        cache_row,
+        scale,
+        softcap,
+        s_aux,
     )
     return out[None], None

@@ -10,11 +10,14 @@ from specc.errors import UnsupportedError
 def layer_paths(module: nn.Module, count: int) -> tuple[str, ...]:
     """Return the paths of the decoder layers, in order: the outermost list of ``count`` modules."""
     lists = [
-        name for name, child in module.named_modules() if isinstance(child, nn.ModuleList) and len(child) == count
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) == count
     ]
     if not lists:
         raise UnsupportedError(
-            f"{type(module).__name__} cannot be traced over rows", [f"it has no list of {count} decoder layers"]
+            f"{type(module).__name__} cannot be traced over rows",
+            [f"it has no list of {count} decoder layers"],
         )
     outermost = min(lists, key=lambda name: (name.count("."), name))
     return tuple(f"{outermost}.{index}" for index in range(count))
@@ -25,4 +28,6 @@ def path_of(module: nn.Module, child: nn.Module) -> str:
     for name, candidate in module.named_modules():
         if candidate is child:
             return str(name)
-    raise UnsupportedError(f"{type(module).__name__} is not a causal LM", [f"{type(child).__name__} is not inside it"])
+    raise UnsupportedError(
+        f"{type(module).__name__} is not a causal LM", [f"{type(child).__name__} is not inside it"]
+    )

@@ -89,7 +89,9 @@ class Engine:
             what += f", {'+'.join(key.families)}" if key.families else ""
             what += f", {key.part} part" if key.part != "whole" else ""
             self.compiles.append(what)
-            logger.info("compiled step (%s) on %s: %.1f s", what, self.backend.name, time.perf_counter() - begin)
+            logger.info(
+                "compiled step (%s) on %s: %.1f s", what, self.backend.name, time.perf_counter() - begin
+            )
         return self._runners[key]
 
     def _hand(self, name: str, like: Tensor) -> Tensor:
@@ -127,8 +129,15 @@ class Engine:
 
     @torch.no_grad()
     def bind(
-        self, slot: int, ids: Tensor, *, limit: int, eos: Sequence[int] = (), seed: int = 0,
-        is_coupled: bool = False, settings: Mapping[str, Tensor] | None = None,
+        self,
+        slot: int,
+        ids: Tensor,
+        *,
+        limit: int,
+        eos: Sequence[int] = (),
+        seed: int = 0,
+        is_coupled: bool = False,
+        settings: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Give a slot to a new sequence; it does not run before `feed_rows` and `start`.
 

@@ -55,11 +55,18 @@ def inspect_engine(engine: Engine, method: Method, block: int, accept: AcceptRul
         for s, c in operators.items()
     )
     return Inspection(
-        method=method.name, block=block, accept=accept, slots=engine.slots, max_length=engine.capacity,
+        method=method.name,
+        block=block,
+        accept=accept,
+        slots=engine.slots,
+        max_length=engine.capacity,
         backend=engine.backend.name,
         taps=engine.builder.taps,
-        stages=stages, passes=tuple(asdict(r) for r in (*engine.builder.rows_reports, *built.reports)),
-        memory=memory_by_part(engine), mutated=graph.mutated(), graph=graph.render(),
+        stages=stages,
+        passes=tuple(asdict(r) for r in (*engine.builder.rows_reports, *built.reports)),
+        memory=memory_by_part(engine),
+        mutated=graph.mutated(),
+        graph=graph.render(),
         graph_by_stage={s: graph.render(s) for s in STAGES},
     )
 

@@ -75,10 +75,16 @@ class Stats:
     def to_dict(self) -> dict[str, object]:
         """Return the counters and the figures made from them, for JSON."""
         return {
-            "steps": self.steps, "tokens": self.tokens, "drafted": self.drafted, "accepted": self.accepted,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "acceptance_by_position": self.acceptance_by_position,
             "mean_accepted_length": self.mean_accepted_length,
             "first_token_ms": None if self.first_token_s is None else 1e3 * self.first_token_s,
-            "seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "step_ms": self.step_ms,
-            "device_steps": self.device_steps, "prefill_steps": self.prefill_steps,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "step_ms": self.step_ms,
+            "device_steps": self.device_steps,
+            "prefill_steps": self.prefill_steps,
         }

@@ -25,7 +25,8 @@ class WeightWatch:
         if changed:
             more = [f"... and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise UnsupportedError(
-                "the model's weights changed after compile", [*changed[:5], *more],
+                "the model's weights changed after compile",
+                [*changed[:5], *more],
                 "Compile again: the compiled steps and their caches belong to the old weights.",
             )
 
