@@ -6,6 +6,7 @@ those is all that a checkpoint keeps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,11 +72,13 @@ class Feed:
     def held_out(self, limit: int) -> list[Example]:
         """Return up to ``limit`` sequences that are never trained on, with greedy answers where there are any."""
         found: list[tuple[bool, Example]] = []
+        ordinal = 0
         for path in self._shards():
             kept = read_facts(path)["prompts"]
-            for index, example in enumerate(read_shard(path)):
-                if _is_held_out(index) and example.answer > 2:
-                    found.append((kept[index]["setting"].endswith("greedy"), example))
+            for entry, example in zip(kept, read_shard(path), strict=True):
+                if _is_held_out(ordinal) and example.answer > 2:
+                    found.append((entry["setting"].endswith("greedy"), example))
+                ordinal += 1
             if sum(greedy for greedy, _ in found) >= limit:
                 break
         found.sort(key=lambda item: not item[0])
@@ -102,14 +105,15 @@ class Feed:
         self._key = key
         generator = torch.Generator().manual_seed((self.seed << 20) ^ self.cursor.epoch)
         shards = torch.randperm(self.cursor.shards, generator=generator).tolist()
-        paths = self._shards()
+        kept = [read_facts(path)["prompts"] for path in self._shards()[: self.cursor.shards]]
+        begins = [0, *itertools.accumulate(map(len, kept))]
         self._order = []
         for begin in range(0, len(shards), _WINDOW):
             group = [
                 (shard, index)
                 for shard in shards[begin : begin + _WINDOW]
-                for index, entry in enumerate(read_facts(paths[shard])["prompts"])
-                if not _is_held_out(index) and entry["tokens"] > 2
+                for index, entry in enumerate(kept[shard])
+                if not _is_held_out(begins[shard] + index) and entry["tokens"] > 2
             ]
             self._order += [group[i] for i in torch.randperm(len(group), generator=generator).tolist()]
 
@@ -122,5 +126,6 @@ class Feed:
         return self._held[path]
 
 
-def _is_held_out(index: int) -> bool:
-    return index % HELD_OUT == HELD_OUT - 1
+def _is_held_out(ordinal: int) -> bool:
+    """Return whether the sequence with this number, counted over all shards, is kept for measuring."""
+    return ordinal % HELD_OUT == HELD_OUT - 1
