@@ -149,6 +149,8 @@ def _summed(
 def step_keys(content: Content) -> list[StepKey]:
     """Return the keys of the steps that a package can run without tracing."""
     shapes = dict.fromkeys([(content.block, 0), (0, content.feed), (0, 0)])
+    if content.source.shape.slots > 1:  # some slots draft while another's prompt is read
+        shapes |= {(content.block, content.feed): None}
     if content.source.shape.slots > 1:  # prompts are read while other slots draft
         shapes[content.block, content.feed] = None
     keys = []

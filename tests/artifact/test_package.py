@@ -65,6 +65,22 @@ def test_tokens_equal_the_saving_object_s(compiled: Compiled, loaded: Compiled, 
     assert torch.equal(loaded.generate(PROMPTS, max_new_tokens=20, **settings), one)
 
 
+def test_slots_that_are_refilled_while_others_draft(compiled: Compiled, loaded: Compiled) -> None:
+    requests = [(n, {"input_ids": torch.arange(2, 4 + 3 * n) % VOCAB, "max_new_tokens": 9 - n}) for n in range(5)]
+    one, other = (list(c.stream(iter(requests))) for c in (compiled, loaded))
+    assert other == one
+    assert {(2, 8)} <= {(k.block, k.feed) for k in loaded.engine._runners}
+
+
+def test_a_user_s_processor_runs_on_the_host(compiled: Compiled, loaded: Compiled) -> None:
+    def no_eights(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([8]), float("-inf"))
+
+    one, other = (c.generate(PROMPTS, max_new_tokens=9, logits_processor=[no_eights]) for c in (compiled, loaded))
+    assert torch.equal(one, other)
+    assert not (one[:, 4:] == 8).any()
+
+
 def test_logits_and_hidden_states_equal(compiled: Compiled, loaded: Compiled) -> None:
     wanted = {"output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
     one, other = (c.generate(PROMPTS, max_new_tokens=6, **wanted) for c in (compiled, loaded))
