@@ -64,7 +64,7 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     Args:
         content: what to save.
         path: where; its folder must exist.
-        native: also store native code for this device; not possible yet.
+        native: also store native code for this device; refused for now.
         force: replace a file that is there.
 
     Raises:
@@ -74,7 +74,7 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     if native:
         raise UnsupportedError(
             "native=True",
-            ["packages hold no native code yet: ahead-of-time units cannot call specc's operators"],
+            ["packages hold portable graphs only: native code in them is not implemented yet"],
             "Leave it out: a portable package is compiled where it is loaded.",
         )
     if path.exists() and not force:
