@@ -13,7 +13,7 @@ _LOW, _HIGH, _GRID = 0.2, 5.0, 97
 
 @dataclass(frozen=True)
 class Calibration:
-    """One temperature per draft position, and the expected calibration error of the survival at each position."""
+    """A temperature per draft position, and the expected calibration error of the survival at each."""
 
     temperatures: tuple[float, ...]
     before: tuple[float, ...]

@@ -27,6 +27,7 @@ from specc.training.shards import list_shards, read_facts, write_shard
 
 logger = logging.getLogger(__name__)
 
+_MOST_WASTED = 2000
 _MARK = "\u2603 here"  # stands where the user's words will be; no template has it
 
 
@@ -93,6 +94,7 @@ class Collector:
         self.tokenizer, self.runner, self.folder, self.plan = target.tokenizer, runner, folder, plan
         self.evaluation = evaluation or prompting.read_evaluation(None)
         self.dropped: Counter[str] = Counter()
+        self._wasted = 0
         self._queue: deque[_Conversation] = deque()
         self._texts: list[str] = []  # the target's own answers, for tasks that need a source
         self._pending: list[Recorded] = []
@@ -128,7 +130,9 @@ class Collector:
         if self._pending:
             self._flush(progress)
         if not self._shards:
-            raise InputError("prompts", dict(self.dropped), "some that are of use: all were dropped, for these reasons")
+            raise InputError(
+                "prompts", dict(self.dropped), "some that are of use: all were dropped, for these reasons"
+            )
 
     def _requests(self) -> Iterator[Request]:
         """Yield answers to prompts that are ready first, then new prompts."""
@@ -216,13 +220,24 @@ class Collector:
 
     def _prompted(self, conversation: _Conversation, item: Recorded) -> None:
         if not item.ended:
-            self.dropped["too long"] += 1
+            self._drop("too long")
             return
         written = self.tokenizer.decode(item.ids[item.prompt : -1], skip_special_tokens=False)
         text = (conversation.opener + written).strip()
         if self._keep(text):
             conversation.messages = [{"role": "user", "content": text}]
             self._queue.append(conversation)
+
+    def _drop(self, why: str) -> None:
+        """Count a prompt that is of no use; a target that writes nothing else is told so."""
+        self.dropped[why] += 1
+        self._wasted += 1
+        if self._wasted >= _MOST_WASTED:
+            raise UnsupportedError(
+                "this target cannot make its own training data",
+                [f"{_MOST_WASTED} prompts in a row were of no use: {dict(self.dropped)}"],
+                "Give prompts in a file.",
+            )
 
     def _keep(self, text: str) -> bool:
         why = prompting.fault(text, self._specials) or self.seen.fault(text)
@@ -231,8 +246,9 @@ class Collector:
         if why is None and self.evaluation.is_close(text):
             why = "close to an evaluation prompt"
         if why is not None:
-            self.dropped[why] += 1
+            self._drop(why)
             return False
+        self._wasted = 0
         self.seen.add(text)
         return True
 
@@ -262,7 +278,8 @@ class Collector:
         write_shard(self.folder, self._shards, self._pending, facts)
         categories = dict(Counter(k["category"] for k in self._kept))
         progress(
-            f"shard {self._shards}: {len(self._pending)} answers, {answer} tokens ({self.tokens} of {self.plan.tokens}), "
+            f"shard {self._shards}: {len(self._pending)} answers, {answer} tokens "
+            f"({self.tokens} of {self.plan.tokens}), "
             f"{facts['seconds']} s, {categories}, dropped {dict(self.dropped)}"
         )
         self._shards += 1

@@ -214,7 +214,7 @@ class Trainer:
             prefix, total, overlap, loss = self._held_out(self._held)
             found |= {
                 "acceptance": [round(v, 4) for v in (prefix / total.clamp(min=1)).tolist()],
-                "overlap": [round(v, 4) for v in (overlap / total.clamp(min=1)).tolist()] if overlap is not None else None,
+                "overlap": None if overlap is None else [round(v, 4) for v in (overlap / total.clamp(min=1)).tolist()],
                 "loss": round(loss, 4),
             }  # fmt: skip
         self.history.held_out.append(found)

@@ -50,7 +50,9 @@ def test_overlap_flags_every_evaluation_prompt(tmp_path: Path) -> None:
     evaluation = read_evaluation(tmp_path)
     assert all(evaluation.is_close(text) for text in texts)
     assert evaluation.is_close("Please: write a function, that returns the larger of two numbers now")
-    assert evaluation.is_close("numbers two of larger the returns that function a write"), "three fifths of the words"
+    assert evaluation.is_close("numbers two of larger the returns that function a write"), (
+        "three fifths of the words"
+    )
     assert not evaluation.is_close("Why does bread rise when it is left in a warm place?")
     assert (evaluation.checked, evaluation.flagged) == (5, 4)
     assert not Evaluation(()).is_close(QUESTION)

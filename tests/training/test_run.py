@@ -56,19 +56,29 @@ def data(target: LoadedModel, prompts: Path, tmp_path_factory: pytest.TempPathFa
     """Return a folder of shards, made by a first run of one step."""
     folder = tmp_path_factory.mktemp("data")
     specc.train(
-        target, method="dflash", output=folder / "first", prompts=prompts, data=folder / "shards", steps=1, **COMMON
+        target,
+        method="dflash",
+        output=folder / "first",
+        prompts=prompts,
+        data=folder / "shards",
+        steps=1,
+        **COMMON,
     )
     return folder / "shards"
 
 
-def make(target: LoadedModel, data: Path, output: Path, steps: int, method: str = "dspark", **more: Any) -> Trainer:
+def make(
+    target: LoadedModel, data: Path, output: Path, steps: int, method: str = "dspark", **more: Any
+) -> Trainer:
     sizes = Sizes(method, 1, 3, None if method == "dflash2" else 64, 4, 4, TAPS)
     plan = Plan(steps=steps, batch=4, rate=3e-3, held_out=4, **more)
     return Trainer(target, sizes, plan, LOSS, data, output, resume=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_loss_falls_and_the_drafter_runs(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
+def test_loss_falls_and_the_drafter_runs(
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
+) -> None:
     vocab = None if method == "dflash2" else 64
     report = specc.train(
         target, method=method, output=tmp_path, data=data, steps=40, draft_vocab=vocab, batch=4, **COMMON
@@ -93,7 +103,9 @@ def test_loss_falls_and_the_drafter_runs(target: LoadedModel, data: Path, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
-def test_resumed_run_is_the_uninterrupted_one(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
+def test_resumed_run_is_the_uninterrupted_one(
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
+) -> None:
     whole = make(target, data, tmp_path / "whole", 12, method).run()
     broken = make(target, data, tmp_path / "broken", 12, method)
     broken.run(stop=lambda: broken.history.step >= 5)
@@ -105,15 +117,15 @@ def test_resumed_run_is_the_uninterrupted_one(target: LoadedModel, data: Path, t
 def test_a_kill_loses_what_came_after_the_last_save(target: LoadedModel, data: Path, tmp_path: Path) -> None:
     killed = make(target, data, tmp_path, 20, save_minutes=0.0)  # saves after every step
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     def kill() -> bool:
         if killed.history.step == 7:
-            raise Killed
+            raise KilledError
         return False
 
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         killed.run(stop=kill)
     part = tmp_path / "state" / "training.safetensors.part"
     part.write_bytes(b"half")  # a save that was cut off
@@ -125,9 +137,9 @@ def test_refusals(target: LoadedModel, data: Path, tmp_path: Path) -> None:
     make(target, data, tmp_path, 1).run()
     with pytest.raises(InputError, match="resume=True"):
         Trainer(target, Sizes("dspark"), Plan(steps=1), LOSS, data, tmp_path)
+    sizes = make(target, data, tmp_path, 1).sizes
     with pytest.raises(InputError, match="began with"):
-        trainer = make(target, data, tmp_path, 1)
-        Trainer(target, replace(trainer.sizes, markov_rank=8), Plan(steps=1), LOSS, data, tmp_path, resume=True)
+        Trainer(target, replace(sizes, markov_rank=8), Plan(steps=1), LOSS, data, tmp_path, resume=True)
     with pytest.raises(UnknownNameError, match="dspark"):
         TrainOptions("dsprak", tmp_path, steps=1)
     with pytest.raises(InputError, match="minutes"):

@@ -1,0 +1,101 @@
+"""Data is what the target says: recorded states and sums equal a plain forward; collecting goes on where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specc.backends import choose
+from specc.errors import UnsupportedError
+from specc.models.load import LoadedModel, load_target
+from specc.training.data import Collector, DataPlan
+from specc.training.feeding import HELD_OUT, Feed
+from specc.training.prompts import Evaluation
+from specc.training.record import TargetRunner
+from specc.training.shards import list_shards, read_facts, read_shard
+from tests.methods.harness import record
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TAPS = (1, 3)
+PLAN = DataPlan(300, answer_tokens=16, prompt_tokens=40, capacity=72, slots=6, shard_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return load_target(tiny_model("llama", num_hidden_layers=4), tokenizer=tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def runner(target: LoadedModel) -> TargetRunner:
+    backend, _ = choose("eager", torch.device("cpu"))
+    return TargetRunner(target, TAPS, slots=PLAN.slots, capacity=PLAN.capacity, backend=backend)
+
+
+def test_recorded_is_what_a_forward_gives(target: LoadedModel, runner: TargetRunner) -> None:
+    generator = torch.Generator().manual_seed(0)
+    requests = [
+        runner.request(n, torch.randint(7, 96, (4 + n,), generator=generator), 9, n, do_sample=False)
+        for n in range(9)
+    ]
+    found = list(runner.run(requests))
+    assert sorted(int(str(item.key)) for item in found) == list(range(9))
+    for item in found:
+        logits = target.module(input_ids=item.ids[None, :-1]).logits[0]
+        assert torch.equal(item.ids[item.prompt :], logits[item.prompt - 1 :].argmax(-1))
+        torch.testing.assert_close(
+            item.features, record(target.module, item.ids[:-1], TAPS), rtol=1e-4, atol=1e-4
+        )
+        answer = slice(item.prompt - 1, None)
+        torch.testing.assert_close(item.log_total[answer], logits[answer].logsumexp(-1), rtol=1e-4, atol=1e-4)
+        head: Any = target.module.get_output_embeddings()
+        torch.testing.assert_close(head(item.final), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_target_writes_its_own_prompts(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
+    first = Collector(target, runner, tmp_path, PLAN)
+    first.run(stop=lambda: bool(list_shards(tmp_path)))  # as if it had been ended after a shard
+    before = {path: path.read_bytes() for path in list_shards(tmp_path)}
+    assert before
+    assert first.tokens < PLAN.tokens
+    (tmp_path / "shard-00009.safetensors").write_bytes(b"half")  # no JSON beside it: not finished
+    second = Collector(target, runner, tmp_path, PLAN)
+    assert second.tokens == first.tokens
+    second.run()
+    assert second.tokens >= PLAN.tokens
+    assert all(path.read_bytes() == content for path, content in before.items())
+    facts = [read_facts(path) for path in list_shards(tmp_path)]
+    seeds = [f["last_seed"] for f in facts]
+    assert seeds == sorted(set(seeds))
+    kept = [entry for f in facts for entry in f["prompts"]]
+    assert len({entry["text"] for entry in kept}) == len(kept)
+    assert {entry["setting"].endswith("greedy") for entry in kept} == {True, False}
+    sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
+    assert sum(example.answer for example in sequences) == sum(entry["tokens"] for entry in kept)
+    feed = Feed(tmp_path, seed=0)
+    if len(sequences) >= HELD_OUT:
+        held = {tuple(example.ids.tolist()) for example in feed.held_out(99)}
+        batch = feed.take(len(sequences) - len(sequences) // HELD_OUT)
+        taken = {tuple(ids[: int(end)].tolist()) for ids, end in zip(batch.ids, batch.end, strict=True)}
+        assert held
+        assert not held & taken
+
+
+def test_evaluation_prompts_are_kept_out(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
+    user = [[{"role": "user", "content": f"w{n} w{n + 1} w{n + 2} w{n + 3} w{n + 4}"}] for n in (10, 30, 50)]
+    evaluation = Evaluation([user[1][0]["content"]])
+    Collector(target, runner, tmp_path, PLAN, user, evaluation).run()
+    facts = [read_facts(path) for path in list_shards(tmp_path)]
+    assert {entry["text"] for f in facts for entry in f["prompts"]} == {
+        user[0][0]["content"],
+        user[2][0]["content"],
+    }
+    assert (facts[0]["checked"], facts[0]["flagged"]) == (3, 1)
+
+
+def test_without_a_chat_template(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
+    bare = load_target(target.module)
+    with pytest.raises(UnsupportedError, match="chat template"):
+        Collector(bare, runner, tmp_path, PLAN)
