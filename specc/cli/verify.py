@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,7 +39,7 @@ def verify(
 
     from specc import api  # heavy: torch and the compiler
 
-    chosen = {"drafter": drafter, "method": method, "block": block, "batch": batch, "exact": exact}
+    chosen: dict[str, Any] = {"drafter": drafter, "method": method, "block": block, "batch": batch, "exact": exact}
     chosen |= {"max_length": max_length, "dtype": dtype}
     if model.endswith(".specc"):
         chosen = {}

@@ -158,14 +158,18 @@ def _judge(
     compiled: Compiled, prompt: Tensor, index: int, at: int, plain: _Run, drafted: _Run, settings: dict[str, Any]
 ) -> Divergence:
     """Judge one divergence by fresh readings of its position with one row and with a block of rows."""
+    nan = float("nan")
     text = torch.cat([prompt, torch.tensor(plain.text(index)[:at], dtype=torch.int64)])
     tokens = [run.text(index)[at] if at < len(run.text(index)) else None for run in (plain, drafted)]
     rows = [run.logits(index, at) for run in (plain, drafted)]
-    place = {"prompt": index, "position": text.shape[0], "plain": tokens[0], "speculative": tokens[1]}
     ours, theirs = tokens
+
+    def found(reason: str, gap: float = nan, error: float = nan, strayed: float = nan, *, is_tie: bool = False) -> Divergence:
+        verdict: Literal["tie", "bug"] = "tie" if is_tie else "bug"
+        return Divergence(index, text.shape[0], ours, theirs, gap, error, strayed, verdict, reason)
+
     if rows[0] is None or rows[1] is None or ours is None or theirs is None:
-        nan = float("nan")
-        return Divergence(**place, gap=nan, error=nan, strayed=nan, verdict="bug", reason="one run ended before the other")
+        return found("one run ended before the other")
     one, many = _fresh(compiled, text)
     floor = torch.finfo(_dtype(compiled)).eps * float(one.abs().max())
     error = max(float((one - many).abs().max()), float((rows[0] - one).abs().max()))
@@ -173,16 +177,14 @@ def _judge(
     gap = float(rows[0][ours] - rows[0][theirs])
     allowed = max(error, floor)
     if compiled.exact is not None:
-        reason = "exact='bitwise' promises equal bits"
-    elif error > _PLAUSIBLE * floor:
-        reason = f"rounding moves logits by some {floor:.1g} here, the row counts differ by more"
-    elif strayed > _SPREAD * allowed:
-        reason = "the speculative run's logits are not those of this text"
-    elif gap > _SPREAD * allowed:
-        reason = "the gap is larger than the error"
-    else:
-        return Divergence(**place, gap=gap, error=error, strayed=strayed, verdict="tie", reason="rounding explains it")
-    return Divergence(**place, gap=gap, error=error, strayed=strayed, verdict="bug", reason=reason)
+        return found("exact='bitwise' promises equal bits", gap, error, strayed)
+    if error > _PLAUSIBLE * floor:
+        return found(f"rounding moves logits by some {floor:.1g}, the row counts differ by more", gap, error, strayed)
+    if strayed > _SPREAD * allowed:
+        return found("the speculative run's logits are not those of this text", gap, error, strayed)
+    if gap > _SPREAD * allowed:
+        return found("the gap is larger than the error", gap, error, strayed)
+    return found("rounding explains it", gap, error, strayed, is_tie=True)
 
 
 def _fresh(compiled: Compiled, text: Tensor) -> tuple[Tensor, Tensor]:
