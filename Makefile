@@ -41,7 +41,7 @@ test: lint types pytest
 # Most of the time is tracing, which is one Python thread: a process per core, whole files to each.
 PYTEST_WORKERS ?= 2
 pytest: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check $(SOURCES)
