@@ -29,7 +29,7 @@ EVERYTHING: Mapping[str, Any] = {
 
 @functools.cache
 def target() -> Any:
-    return tiny_model("llama")
+    return tiny_model("llama", num_hidden_layers=2)  # the second layer's K/V depend on the first one's
 
 
 @functools.cache
@@ -37,17 +37,28 @@ def _first(method: str, batch: int) -> Compiled:
     drafter = noisy_copy(target()) if method == "draft_model" else None
     block = 0 if method == "plain" else 3
     return specc.compile(
-        target(), drafter, method=method, block=block, batch=batch, max_length=CAPACITY, backend="eager", accept="coupled"
+        target(),
+        drafter,
+        method=method,
+        block=block,
+        batch=batch,
+        max_length=CAPACITY,
+        backend="eager",
+        accept="coupled",
     )
 
 
-def compiled(method: str = "draft_model", block: int = 3, batch: int = 3, accept: Any = "coupled") -> Compiled:
+def compiled(
+    method: str = "draft_model", block: int = 3, batch: int = 3, accept: Any = "coupled"
+) -> Compiled:
     """Return a compiled tiny llama; the drafter of ``draft_model`` is a noisy copy, often right.
 
     Those of one method and batch share an engine, and so what was traced.
     """
     first = _first(method, batch)
-    return Compiled(first.engine, first.method, block, accept, info=first.info, generation=first.generation_defaults)
+    return Compiled(
+        first.engine, first.method, block, accept, info=first.info, generation=first.generation_defaults
+    )
 
 
 def plain_text(prompt: Sequence[int], **settings: Any) -> list[int]:
@@ -81,7 +92,9 @@ def _next_logits(history: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
-def serve(object_: Compiled, requests: Sequence[Mapping[str, Any]], first: Mapping[str, Any] | None = None) -> list[list[int]]:
+def serve(
+    object_: Compiled, requests: Sequence[Mapping[str, Any]], first: Mapping[str, Any] | None = None
+) -> list[list[int]]:
     """Run requests through `Compiled.stream`; return each one's new tokens.
 
     ``first`` is a request put before them, whose tokens are left out: its families are in all steps then.
@@ -109,4 +122,6 @@ def letters_tokenizer() -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(words[:3])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )

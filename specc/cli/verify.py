@@ -23,7 +23,8 @@ def verify(
     block: options.Block = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 1,
     exact: Annotated[
-        str | None, typer.Option(help="bitwise: the same rows in both runs, so nothing may differ. Default: off.")
+        str | None,
+        typer.Option(help="bitwise: the same rows in both runs, so nothing may differ. Default: off."),
     ] = None,
     max_length: options.MaxLength = None,
     dtype: options.Dtype = None,
@@ -39,7 +40,13 @@ def verify(
 
     from specc import api  # heavy: torch and the compiler
 
-    chosen: dict[str, Any] = {"drafter": drafter, "method": method, "block": block, "batch": batch, "exact": exact}
+    chosen: dict[str, Any] = {
+        "drafter": drafter,
+        "method": method,
+        "block": block,
+        "batch": batch,
+        "exact": exact,
+    }
     chosen |= {"max_length": max_length, "dtype": dtype}
     if model.endswith(".specc"):
         chosen = {}

@@ -53,7 +53,9 @@ class _Judged:
     scores: list[Tensor]
 
 
-def judge(values: Mapping[str, Tensor], key: StepKey, shape: Shape, rules: Mapping[int, OwnRules]) -> dict[str, Tensor]:
+def judge(
+    values: Mapping[str, Tensor], key: StepKey, shape: Shape, rules: Mapping[int, OwnRules]
+) -> dict[str, Tensor]:
     """Return what the accept stage returns, with the slots in ``rules`` judged row by row.
 
     Args:
@@ -133,7 +135,9 @@ class _Judge:
             scores = _checked(processor(ids.clone(), scores.clone()), scores)
         if mask is not None:
             if not bool(mask.any()):
-                raise InputError("constraint", "a mask that allows no id", "masks with an id left, if only an end id")
+                raise InputError(
+                    "constraint", "a mask that allows no id", "masks with an id left, if only an end id"
+                )
             scores = scores.masked_fill(~mask.to(scores.device), float("-inf"))
         return process(scores[None], context, self._after)
 
@@ -180,9 +184,7 @@ class _Judge:
         return RUNNING
 
 
-def _proposal(
-    values: Mapping[str, Tensor], slot: int
-) -> Callable[[int], tuple[Proposal, Tensor]] | None:
+def _proposal(values: Mapping[str, Tensor], slot: int) -> Callable[[int], tuple[Proposal, Tensor]] | None:
     """Return how to take one draft's distribution out of the slot's, or None for point masses."""
     if "draft.probs" not in values:
         return None
@@ -199,7 +201,9 @@ def _proposal(
 def _checked(scores: object, like: Tensor) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != like.shape:
         given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError("logits_processor", given, f"processors that return scores of shape {list(like.shape)}")
+        raise InputError(
+            "logits_processor", given, f"processors that return scores of shape {list(like.shape)}"
+        )
     return scores.to(like)
 
 
@@ -216,11 +220,15 @@ def read_processors(given: object, settings: Mapping[str, object]) -> tuple[Proc
     processors: list[Processor] = []
     for item in listed:
         if not callable(item):
-            raise InputError("logits_processor", type(item).__name__, "callables (input_ids, scores) -> scores")
+            raise InputError(
+                "logits_processor", type(item).__name__, "callables (input_ids, scores) -> scores"
+            )
         setting = _SAME.get(type(item).__name__)
         if setting is not None and settings.get(setting) not in (None, 0, 1.0, ()):
             raise InputError(
-                "logits_processor", type(item).__name__, f"one of the two: this processor, or the setting {setting}"
+                "logits_processor",
+                type(item).__name__,
+                f"one of the two: this processor, or the setting {setting}",
             )
         if all(item is not known for known in processors):
             processors.append(item)

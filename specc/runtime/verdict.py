@@ -109,7 +109,9 @@ def verify_text(
     if not prompts:
         raise InputError("prompts", "none", "at least one prompt")
     if settings.get("do_sample"):
-        raise InputError("do_sample", True, "greedy text only: sampled text is compared with accept='coupled' and a seed")
+        raise InputError(
+            "do_sample", True, "greedy text only: sampled text is compared with accept='coupled' and a seed"
+        )
     for name in _OURS & set(settings):
         raise InputError("settings", name, "settings that do not decide what is compared")
     given = {**settings, "do_sample": False, "pad_token_id": -1, "max_new_tokens": max_new_tokens}
@@ -120,13 +122,22 @@ def verify_text(
     compared = 0
     for index, prompt in enumerate(prompts):
         one, other = plain.text(index), drafted.text(index)
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
         compared += at
         if len(one) != len(other) or at < len(one):
             found.append(_judge(compiled, prompt, index, at, plain, drafted, settings))
     return VerifyReport(
-        compiled.method.name, compiled.block, compiled.engine.backend.name, str(_dtype(compiled)).removeprefix("torch."),
-        compiled.exact, len(prompts), compared, drafted.result.stats.mean_accepted_length, tuple(found),
+        compiled.method.name,
+        compiled.block,
+        compiled.engine.backend.name,
+        str(_dtype(compiled)).removeprefix("torch."),
+        compiled.exact,
+        len(prompts),
+        compared,
+        drafted.result.stats.mean_accepted_length,
+        tuple(found),
     )
 
 
@@ -155,7 +166,13 @@ def generate(compiled: Compiled, ids: Tensor, mask: Tensor | None = None, **sett
 
 
 def _judge(
-    compiled: Compiled, prompt: Tensor, index: int, at: int, plain: _Run, drafted: _Run, settings: dict[str, Any]
+    compiled: Compiled,
+    prompt: Tensor,
+    index: int,
+    at: int,
+    plain: _Run,
+    drafted: _Run,
+    settings: dict[str, Any],
 ) -> Divergence:
     """Judge one divergence by fresh readings of its position with one row and with a block of rows."""
     nan = float("nan")
@@ -164,7 +181,9 @@ def _judge(
     rows = [run.logits(index, at) for run in (plain, drafted)]
     ours, theirs = tokens
 
-    def found(reason: str, gap: float = nan, error: float = nan, strayed: float = nan, *, is_tie: bool = False) -> Divergence:
+    def found(
+        reason: str, gap: float = nan, error: float = nan, strayed: float = nan, *, is_tie: bool = False
+    ) -> Divergence:
         verdict: Literal["tie", "bug"] = "tie" if is_tie else "bug"
         return Divergence(index, text.shape[0], ours, theirs, gap, error, strayed, verdict, reason)
 
@@ -179,7 +198,9 @@ def _judge(
     if compiled.exact is not None:
         return found("exact='bitwise' promises equal bits", gap, error, strayed)
     if error > _PLAUSIBLE * floor:
-        return found(f"rounding moves logits by some {floor:.1g}, the row counts differ by more", gap, error, strayed)
+        return found(
+            f"rounding moves logits by some {floor:.1g}, the row counts differ by more", gap, error, strayed
+        )
     if strayed > _SPREAD * allowed:
         return found("the speculative run's logits are not those of this text", gap, error, strayed)
     if gap > _SPREAD * allowed:
@@ -199,7 +220,11 @@ def _fresh(compiled: Compiled, text: Tensor) -> tuple[Tensor, Tensor]:
     if count < 2:
         return one.logits[0][0], one.logits[0][0]
     many = generate(
-        compiled, text[None, :-1], max_new_tokens=2, logits_processor=[_forced(count - 1, int(text[-1]))], **settings
+        compiled,
+        text[None, :-1],
+        max_new_tokens=2,
+        logits_processor=[_forced(count - 1, int(text[-1]))],
+        **settings,
     )
     assert many.logits is not None
     return one.logits[0][0], many.logits[1][0]

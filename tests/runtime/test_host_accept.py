@@ -83,7 +83,9 @@ def test_one_that_changes_nothing_changes_nothing(accept, settings):
     ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
     given = {"attention_mask": (ids > 0).long(), "max_new_tokens": NEW, "seed": [5, 6, 7], **settings}
     expected = object_.generate(ids, **given)
-    assert torch.equal(object_.generate(ids, logits_processor=[lambda ids, scores: scores], **given), expected)
+    assert torch.equal(
+        object_.generate(ids, logits_processor=[lambda ids, scores: scores], **given), expected
+    )
 
 
 @pytest.mark.parametrize("accept", ["ratio", "coupled"])
@@ -102,7 +104,10 @@ def test_nothing_is_asked_behind_a_stop():
     tokenizer = letters_tokenizer()
     free = plain_text(PROMPTS[0], max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()]))
     for end in range(1, 8):
-        for settings in ({"eos_token_id": free[end]}, {"stop_strings": tokenizer.decode(free[end : end + 2])}):
+        for settings in (
+            {"eos_token_id": free[end]},
+            {"stop_strings": tokenizer.decode(free[end : end + 2])},
+        ):
             theirs, ours = Recorder(), Recorder()
             plain_text(
                 PROMPTS[0], max_new_tokens=NEW, tokenizer=tokenizer, logits_processor=LogitsProcessorList([theirs]),
@@ -123,7 +128,9 @@ def test_only_the_requests_that_bring_one_are_changed():
     for name, tokens in compiled().stream(requests):
         texts[name].extend(tokens)
     assert texts[0] == plain_text(PROMPTS[0], max_new_tokens=NEW)
-    assert texts[1] == plain_text(PROMPTS[1], max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()]))
+    assert texts[1] == plain_text(
+        PROMPTS[1], max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()])
+    )
     assert texts[2] == run(compiled(), PROMPTS[2], seed=3, **SAMPLED)
     assert all(call[0] == PROMPTS[1][0] for call in recorder.calls)
 

@@ -78,7 +78,7 @@ def test_an_off_by_one_in_the_target_is_a_bug(plant, monkeypatch):
 
 
 def test_a_near_tie_of_bfloat16_is_a_tie():
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16)
     object_ = compile_tiny(model=model)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(6)]
@@ -94,22 +94,27 @@ def test_bitwise_gives_equal_bits_and_is_refused_where_it_does_not_hold():
     given = {"block": 3, "batch": 2, "max_length": CAPACITY, "exact": "bitwise"}
     with pytest.raises(UnsupportedError, match="does not hold on cpu with backend 'eager'"):
         specc.compile(prepared, method="ngram", backend="eager", **given)
-    drafter = noisy_copy(target())
-    drafted = specc.compile(prepared, drafter, method="draft_model", backend="native", **given)
+    drafted = specc.compile(prepared, method="ngram", backend="native", **given)
     plain = specc.compile(prepared, method="plain", backend="native", **given)
-    for settings in ({}, {"do_sample": True, "seed": 4, "accept": "coupled"}):
+    accepted = 0
+    for settings in ({}, {"do_sample": True, "temperature": 0.2, "seed": 4, "accept": "coupled"}):
         for prompts in ([PROMPTS[0]], [PROMPTS[2], PROMPTS[2][::-1], PROMPTS[2][1:] + [5]]):
             runs = [
                 c.generate(
-                    torch.tensor(prompts), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True, **settings
+                    torch.tensor(prompts),
+                    max_new_tokens=NEW,
+                    output_logits=True,
+                    return_dict_in_generate=True,
+                    **settings,
                 )
                 for c in (drafted, plain, drafted.without_drafts())
             ]
-            assert runs[0].stats.accepted > 0
+            accepted += runs[0].stats.accepted
             assert runs[1].stats.drafted == runs[2].stats.drafted == 0
             for run in runs[1:]:
                 assert torch.equal(run.sequences, runs[0].sequences)
                 assert all(torch.equal(a, b) for a, b in zip(run.logits, runs[0].logits, strict=True))
+    assert accepted > 0
     assert specc.verify(drafted, PROMPTS, max_new_tokens=NEW).divergences == ()
 
 
