@@ -1,4 +1,4 @@
-"""``exact="bitwise"``: every step runs the same rows, and a self-test says whether a row's bits then depend on its place.
+"""``exact="bitwise"``: every step runs the same rows; a self-test says whether bits still depend on a row's place.
 
 A greedy token can differ between plain and speculative decoding only where the logits of one row differ between steps
 of other shapes. With one shape for all steps what is left is where a row stands among the others, how many rows of
@@ -52,8 +52,9 @@ def check_bitwise(engine: Engine, block: int) -> None:
             reasons.append(f"a row read one by one and {how}: its logits differ by up to {worst:.3g}")
     if reasons:
         raise UnsupportedError(
-            f"exact='bitwise' does not hold on {engine.builder.device.type} with backend {engine.backend.name!r}", reasons,
-            "Leave exact out: text then differs from plain decoding's at near-ties only, and `specc verify` judges them.",
+            f"exact='bitwise' does not hold on {engine.builder.device.type} with backend {engine.backend.name!r}",
+            reasons,
+            "Leave exact out: text then differs from plain decoding's at near-ties only; `specc verify` judges them.",
         )  # fmt: skip
 
 

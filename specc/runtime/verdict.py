@@ -85,12 +85,14 @@ class VerifyReport:
             f"{self.method}, block {self.block}, {self.backend}, {self.dtype}: {same} of {self.prompts} prompts equal, "
             f"{self.tokens} tokens compared, {self.mean_accepted_length:.2f} tokens per step"
         ]
-        for d in self.divergences:
-            lines.append(
+        lines.extend(
+            (
                 f"  {d.verdict}: prompt {d.prompt}, position {d.position}: token {_name(d.plain)} without, "
                 f"{_name(d.speculative)} with speculation; gap {d.gap:.3g}, error between row counts {d.error:.3g}, "
                 f"speculative logits off by {d.strayed:.3g}: {d.reason}"
             )
+            for d in self.divergences
+        )
         lines.append("lossless" if self.is_lossless else "NOT lossless: please report this")
         return "\n".join(lines)
 

@@ -56,8 +56,8 @@ def test_text_and_calls_equal_those_of_transformers(method, prompt):
 
 def test_processors_come_between_the_settings_as_in_transformers():
     prompt = PROMPTS[0]
-    settings = {"repetition_penalty": 1.7, "bad_words_ids": [[30]], "eos_token_id": plain_text(prompt, max_new_tokens=5)[-1:],
-                "min_new_tokens": 7}  # fmt: skip
+    ends = plain_text(prompt, max_new_tokens=5)[-1:]
+    settings = {"repetition_penalty": 1.7, "bad_words_ids": [[30]], "eos_token_id": ends, "min_new_tokens": 7}
     theirs, ours = Recorder(-4.0), Recorder(-4.0)
     text = plain_text(prompt, max_new_tokens=NEW, logits_processor=LogitsProcessorList([theirs]), **settings)
     assert run(compiled(), prompt, logits_processor=[ours], **settings) == text
@@ -95,7 +95,7 @@ def test_sampling_comes_after_it(accept):
     bias[40:60] = 2.0
     object_ = compiled(accept=accept)
     given = {**SAMPLED, "seed": 9}
-    setting = run(object_, PROMPTS[2], logit_bias={i: 2.0 for i in range(40, 60)}, **given)
+    setting = run(object_, PROMPTS[2], logit_bias=dict.fromkeys(range(40, 60), 2.0), **given)
     assert run(object_, PROMPTS[2], logits_processor=[lambda ids, scores: scores + bias], **given) == setting
     assert setting != run(object_, PROMPTS[2], **given)
 
@@ -251,7 +251,7 @@ def test_wrong_ones_are_refused_and_the_object_stays_usable(settings, what):
 
 
 def test_an_exception_of_the_users_own_comes_through():
-    class Boom(Exception):
+    class BoomError(Exception):
         pass
 
     calls = []
@@ -259,9 +259,9 @@ def test_an_exception_of_the_users_own_comes_through():
     def fail(ids: Tensor, scores: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 5:
-            raise Boom
+            raise BoomError
         return scores
 
-    with pytest.raises(Boom):
+    with pytest.raises(BoomError):
         run(compiled(), PROMPTS[0], logits_processor=fail)
     assert run(compiled(), PROMPTS[0]) == plain_text(PROMPTS[0], max_new_tokens=NEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from contextlib import redirect_stdout
 
 import pytest
@@ -37,7 +38,7 @@ def padded(prompts):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_stop_strings_end_where_transformers_ends(prompt):
-    """Every part of the text as a stop string: inside a token, over its edge, over several, and one that never comes."""
+    """Parts of the text as stop strings: inside a token, over its edge, over several, and one that never comes."""
     tokenizer = letters_tokenizer()
     text = tokenizer.decode(plain_text(prompt, max_new_tokens=NEW))
     strings = [text[i : i + n] for n in (1, 3, 5) for i in range(n, len(text) - n, 6)]
@@ -187,7 +188,7 @@ def test_chunks_end_where_ids_end():
         out = run(PROMPTS[2], streamer=chunks, **settings)
         assert chunks.ended
         assert chunks.chunks[0] == PROMPTS[2]
-        assert sum(chunks.chunks, []) == out.sequences[0].tolist()
+        assert list(itertools.chain(*chunks.chunks)) == out.sequences[0].tolist()
         assert len(chunks.chunks) - 1 == out.stats.steps
 
 

@@ -1,4 +1,4 @@
-"""Every setting of `generate`, at any batch, block and method: greedy text is transformers', sampled text is plain's."""
+"""Every setting of `generate` at any batch, block and method: greedy text is transformers', sampled is plain's."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_bitwise_gives_equal_bits_and_is_refused_where_it_does_not_hold():
     plain = specc.compile(prepared, method="plain", backend="native", **given)
     accepted = 0
     for settings in ({}, {"do_sample": True, "temperature": 0.2, "seed": 4, "accept": "coupled"}):
-        for prompts in ([PROMPTS[0]], [PROMPTS[2], PROMPTS[2][::-1], PROMPTS[2][1:] + [5]]):
+        for prompts in ([PROMPTS[0]], [PROMPTS[2], PROMPTS[2][::-1], [*PROMPTS[2][1:], 5]]):
             runs = [
                 c.generate(
                     torch.tensor(prompts),
