@@ -79,7 +79,9 @@ class Prepared:
 
 
 def prepare(
-    model: nn.Module | str | Path | LoadedModel, *, device: torch.device | str | None = None,
+    model: nn.Module | str | Path | LoadedModel,
+    *,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Prepared:
     """Load and trace a target once; `compile` takes the result as its model."""
@@ -129,7 +131,9 @@ def compile(
         InputError, UnknownNameError, UnsupportedError, ArtifactError: before anything is traced.
     """
     if isinstance(block, str):
-        raise UnsupportedError(f"block={block!r}", ["the block cannot adapt at run time yet"], "Give a whole number.")
+        raise UnsupportedError(
+            f"block={block!r}", ["the block cannot adapt at run time yet"], "Give a whole number."
+        )
     if weights is not None:
         raise UnsupportedError(f"weights={weights!r}", ["it is not implemented yet"], "Leave weights out.")
     chosen = resolve_method(method)
@@ -140,7 +144,9 @@ def compile(
     dumped = Path(dump) if dump is not None else None
     options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped, exact)
     if exact and chosen.name == "plain" and block is None:
-        raise InputError("block", None, "with exact='bitwise', plain needs the block of the object that it is to equal")
+        raise InputError(
+            "block", None, "with exact='bitwise', plain needs the block of the object that it is to equal"
+        )
     if isinstance(model, Prepared):
         target = model.loaded
     else:
@@ -157,21 +163,36 @@ def compile(
     if reasons:
         raise UnsupportedError(f"method {chosen.name!r} cannot run this pair", reasons)
     capacity = _capacity(options.max_length, target)
+    ready = model.target if isinstance(model, Prepared) else make_target(target.module, target.info)
     builder = StepBuilder(
-        model.target if isinstance(model, Prepared) else make_target(target.module, target.info), chosen, make_drafter(bundle) if bundle is not None else None,
-        Shape(batch, capacity, target.info.vocab, switch_length(target)), options.disable_passes, options.dump,
+        ready,
+        chosen,
+        make_drafter(bundle) if bundle is not None else None,
+        Shape(batch, capacity, target.info.vocab, switch_length(target)),
+        options.disable_passes,
+        options.dump,
     )
     engine = Engine(builder, runner, min(bitwise.FEED_ROWS if exact else FEED_ROWS, capacity))
     if exact:
         bitwise.check_bitwise(engine, length)
     return Compiled(
-        engine, chosen, length, accept, info=target.info, tokenizer=target.tokenizer, generation=target.generation,
+        engine,
+        chosen,
+        length,
+        accept,
+        info=target.info,
+        tokenizer=target.tokenizer,
+        generation=target.generation,
         exact="bitwise" if exact else None,
     )
 
 
 def inspect(
-    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *, method: str | Method = "dspark", **options: Any
+    model: nn.Module | str | Path | LoadedModel,
+    drafter: Any = None,
+    *,
+    method: str | Method = "dspark",
+    **options: Any,
 ) -> Inspection:
     """Describe the step that `compile` would make; nothing is compiled. Takes `compile`'s arguments."""
     options.setdefault("backend", "eager")
@@ -179,9 +200,15 @@ def inspect(
 
 
 def check(
-    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *, method: str | Method = "dspark",
-    prompts: str | Path | Sequence[Any] | None = None, block: int | None = None, probe: bool = True,
-    max_new_tokens: int = PROBE_TOKENS, device: torch.device | str | None = None,
+    model: nn.Module | str | Path | LoadedModel,
+    drafter: Any = None,
+    *,
+    method: str | Method = "dspark",
+    prompts: str | Path | Sequence[Any] | None = None,
+    block: int | None = None,
+    probe: bool = True,
+    max_new_tokens: int = PROBE_TOKENS,
+    device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Report:
     """Say at once everything that will not work with a pair, or will work and silently accept less; raises nothing.
@@ -194,15 +221,29 @@ def check(
         max_new_tokens: of each answer that the probe drafts along.
     """
     return check_pair(
-        compile, prepare, resolve_method, model, drafter, method=method, prompts=prompts, block=block, live=probe,
-        tokens=max_new_tokens, device=device, dtype=dtype,
+        compile,
+        prepare,
+        resolve_method,
+        model,
+        drafter,
+        method=method,
+        prompts=prompts,
+        block=block,
+        live=probe,
+        tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
     )
 
 
 def bench(
-    model: nn.Module | str | Path | LoadedModel, drafter: Any = None, *,
+    model: nn.Module | str | Path | LoadedModel,
+    drafter: Any = None,
+    *,
     methods: Sequence[str | Method] = ("plain", "ngram", "transformers"),
-    device: torch.device | str | None = None, dtype: torch.dtype | str | None = None, **options: Any,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
 ) -> BenchReport:
     """Measure methods, and transformers' own ways of generating, in interleaved rounds of one process.
 
@@ -227,9 +268,15 @@ def bench(
 
 
 def train(
-    model: nn.Module | str | Path | LoadedModel, *, method: str, output: str | Path,
-    backend: str = "auto", device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
-    say: Callable[[str], None] | None = None, **options: Any,
+    model: nn.Module | str | Path | LoadedModel,
+    *,
+    method: str,
+    output: str | Path,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> TrainReport:
     """Train a drafter for a model from nothing but the model, and write it where `compile` can read it.
 
@@ -264,11 +311,16 @@ def cache(*, clear: bool = False) -> CacheReport:
 
 
 def verify(
-    model: nn.Module | str | Path | LoadedModel | Compiled, prompts: str | Path | Sequence[Any] | None = None, *,
-    drafter: Any = None, method: str | Method = "dspark", max_new_tokens: int = 64,
-    settings: Mapping[str, Any] | None = None, **options: Any,
+    model: nn.Module | str | Path | LoadedModel | Compiled,
+    prompts: str | Path | Sequence[Any] | None = None,
+    *,
+    drafter: Any = None,
+    method: str | Method = "dspark",
+    max_new_tokens: int = 64,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> VerifyReport:
-    """Run prompts with and without speculation and judge every first difference: a tie that rounding explains, or a bug.
+    """Run prompts with and without speculation and judge every first difference: a tie by rounding, or a bug.
 
     Args:
         model: a compiled object, a ``.specc`` package, or what `compile` takes.
@@ -295,7 +347,8 @@ def resolve_method(method: str | Method) -> Method:
     if isinstance(method, str):
         return methods.get(method)
     if not isinstance(method, Method):
-        raise InputError("method", type(method).__name__, "a method's name or an object with contracts.Method's members")
+        wanted = "a method's name or an object with contracts.Method's members"
+        raise InputError("method", type(method).__name__, wanted)
     return method
 
 

@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "device": _BASE,
     "pipeline": _BASE,
     "step": _BASE | {"sampling"},
-    "stitch": _BASE | {"passes", "pipeline", "sampling", "step"},  # a package's stages are assembled without `build`
+    "stitch": _BASE
+    | {"passes", "pipeline", "sampling", "step"},  # a package's stages are assembled without `build`
     "trace": _BASE | {"models"},
     "build": (_BUILT | {"passes", "backends"}) - {"build"},
     "runtime": (_BUILT - {"methods"}) | {"artifact"},  # `Compiled.save`; a package knows no runtime
@@ -58,7 +59,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Checks and measurements are handed `compile` by api, which they may not import.
     "checking": (_BUILT - {"methods"}) | {"runtime", "pairing", "prompts"},
     "benchmark": (_BUILT - {"methods"}) | {"runtime", "pairing", "prompts"},
-    "api": _BUILT | {"runtime", "artifact", "loading", "tuning", "training", "pairing", "checking", "benchmark", "prompts"},
+    "api": _BUILT
+    | {"runtime", "artifact", "loading", "tuning", "training", "pairing", "checking", "benchmark", "prompts"},
     "cli": frozenset({"specc", "errors", "api"}),
     "specc": frozenset({"errors", "api", "loading"}),
 }

@@ -63,7 +63,7 @@ def test_every_fact_that_a_pass_gives_has_a_check():
 
 def test_wrong_order():
     with pytest.raises(
-        InvariantError, match="it needs one-graph, which no earlier pass gave.* in pass drop_noops"
+        InvariantError, match=r"it needs one-graph, which no earlier pass gave.* in pass drop_noops"
     ):
         run_passes(step(fused=False), (drop_noops,))
     with pytest.raises(InvariantError, match="pass check_capturable"):

@@ -111,7 +111,10 @@ def test_an_encoder_decoder_folder_is_refused(tmp_path, untraced):
         (lambda path: path.unlink(), "safetensors|weights"),
         (lambda path: path.write_bytes(path.read_bytes()[:-64]), "model.safetensors"),
         (lambda path: path.write_bytes(b"\xff" * 64), "model.safetensors"),
-        (lambda path: save_file({"lm_head.weight": torch.zeros(2, 2)}, path), r"found lm_head.weight is \[2, 2\]"),
+        (
+            lambda path: save_file({"lm_head.weight": torch.zeros(2, 2)}, path),
+            r"found lm_head.weight is \[2, 2\]",
+        ),
     ],
     ids=["missing", "truncated", "garbage", "other tensors"],
 )
@@ -192,9 +195,7 @@ def test_end_ids_at_every_place_of_a_block(where, more):
     expected = text[: min(text.index(t) for t in ends if t in text) + 1]
     own = compiled()
     with recorded(own) as steps:
-        out = own.generate(
-            [PROMPT], max_new_tokens=12, eos_token_id=ends, return_dict_in_generate=True
-        )
+        out = own.generate([PROMPT], max_new_tokens=12, eos_token_id=ends, return_dict_in_generate=True)
     assert out.sequences[0, len(PROMPT) :].tolist() == expected
     assert out.finish_reasons == ("stop",)
     assert out.stats.tokens == len(expected) == sum(len(r.tokens) for _, records in steps for r in records)

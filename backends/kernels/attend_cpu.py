@@ -1,7 +1,7 @@
 """``specc::attend`` for the CPU in C++: reads exactly the cache rows a row may see, once per group of heads.
 
-The source is compiled on first use with the compiler that Inductor uses, and kept beside Inductor's own cache. It equals
-the reference in specc.ops up to the order of additions.
+The source is compiled on first use with the compiler that Inductor uses, and kept beside Inductor's own cache. It
+equals the reference in specc.ops up to the order of additions.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ def _temperatures(fields: Fields, drafts: int) -> tuple[float, ...]:
     found = fields.raw("sts_temperatures", None)
     right = isinstance(found, list) and len(found) == drafts
     if not right or not all(isinstance(t, int | float) and not isinstance(t, bool) and t > 0 for t in found):
-        raise fields.refuse("sts_temperatures", repr(found), f"{drafts} numbers above 0, one per draft position")
+        raise fields.refuse(
+            "sts_temperatures", repr(found), f"{drafts} numbers above 0, one per draft position"
+        )
     return tuple(float(t) for t in found)
 
 

@@ -20,7 +20,9 @@ Method = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="A checkpoint folder, or a model for draft_model. Default: the one that comes with specc."),
+    typer.Option(
+        help="A checkpoint folder, or a model for draft_model. Default: the one that comes with specc."
+    ),
 ]
 Block = Annotated[
     int | None,
@@ -44,7 +46,9 @@ Sha256 = Annotated[
 ]
 NativeOnly = Annotated[
     bool,
-    typer.Option("--native-only", help="For a package: refuse to lower its graphs here, run native code only."),
+    typer.Option(
+        "--native-only", help="For a package: refuse to lower its graphs here, run native code only."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 DisablePass = Annotated[

@@ -49,7 +49,9 @@ def generation_defaults(module: nn.Module) -> dict[str, Any]:
 def _set_values(config: Any) -> dict[str, Any]:
     """Return the settings that a GenerationConfig, or a mapping, sets."""
     if config is not None and not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
-        raise InputError("generation_config", type(config).__name__, "a GenerationConfig or a mapping of settings")
+        raise InputError(
+            "generation_config", type(config).__name__, "a GenerationConfig or a mapping of settings"
+        )
     values = config if isinstance(config, Mapping) else config.to_dict() if config is not None else {}
     return {key: _plain(value) for key, value in values.items() if value is not None and key not in _NOISE}
 
@@ -113,7 +115,9 @@ def pad_id(settings: Mapping[str, Any]) -> int | None:
     """Return the id that fills ended sequences: the pad id, else the first end id, else None."""
     value = settings.get("pad_token_id")
     if value is not None:
-        if isinstance(value, bool) or not isinstance(value, int):  # negative ones mark padding, and are never read
+        if isinstance(value, bool) or not isinstance(
+            value, int
+        ):  # negative ones mark padding, and are never read
             raise InputError("pad_token_id", value, "an id")
         return value
     ends = eos_ids(settings)

@@ -89,7 +89,9 @@ def _from_pretrained(
             ignore_mismatched_sizes=True,  # they are refused below, by name
             **options,
         )
-    wrong = [f"{name} is {list(found_shape)}" for name, found_shape, _ in sorted(found.get("mismatched_keys", ()))]
+    wrong = [
+        f"{name} is {list(found_shape)}" for name, found_shape, _ in sorted(found.get("mismatched_keys", ()))
+    ]
     if wrong:
         raise ArtifactError(path, "shapes", ", ".join(wrong[:4]), "the shapes of the configuration")
     missing = sorted(found.get("missing_keys", ()))

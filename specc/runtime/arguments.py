@@ -36,6 +36,9 @@ _IGNORED = frozenset({
 })  # fmt: skip
 
 
+_EXTRAS = {"logits": "output_logits", "scores": "output_scores", "hidden": "output_hidden_states"}
+
+
 @dataclass(frozen=True)
 class Arguments:
     """One call of `generate`, checked and resolved."""
@@ -88,16 +91,19 @@ def read_arguments(
         columns, families = bind_all(warp, vocab=vocab, eos=eos, do_sample=do_sample)
         requests.append(
             Request(
-                row, limit, eos, its_seed, settings=columns, families=families, rule=accept, key=index,
+                row,
+                limit,
+                eos,
+                its_seed,
+                settings=columns,
+                families=families,
+                rule=accept,
+                key=index,
                 own=OwnRules(processors, constraints[index]),
             )
         )
     pad = pad_id(settings)
-    extras = tuple(
-        extra
-        for extra, name in (("logits", "output_logits"), ("scores", "output_scores"), ("hidden", "output_hidden_states"))
-        if _flag(settings, name)
-    )
+    extras = tuple(extra for extra, name in _EXTRAS.items() if _flag(settings, name))
     strings = settings.get("stop_strings")
     strings = () if strings is None else (strings,) if isinstance(strings, str) else strings
     if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
@@ -105,7 +111,11 @@ def read_arguments(
     prompts = torch.as_tensor(input_ids) if not isinstance(input_ids, Tensor) else input_ids
     prompts = (prompts[None] if prompts.dim() == 1 else prompts).repeat_interleave(copies, 0)
     return Arguments(
-        tuple(requests), prompts, 0 if pad is None else pad, tuple(strings), extras,
+        tuple(requests),
+        prompts,
+        0 if pad is None else pad,
+        tuple(strings),
+        extras,
         _flag(settings, "return_dict_in_generate"),
     )
 
@@ -115,19 +125,27 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
     try:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError("input_ids", type(input_ids).__name__, "a tensor or equal-length lists of ids") from error
+        given = type(input_ids).__name__
+        raise InputError("input_ids", given, "a tensor or equal-length lists of ids") from error
     if ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
-        raise InputError("input_ids", f"{ids.dtype} {list(ids.shape)}", "integers [batch, tokens] or [tokens]")
+        raise InputError(
+            "input_ids", f"{ids.dtype} {list(ids.shape)}", "integers [batch, tokens] or [tokens]"
+        )
     ids = (ids[None] if ids.dim() == 1 else ids).to("cpu", torch.int64)
     if not ids.numel():
         raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
     try:
-        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to("cpu", torch.int64)
+        mask = torch.ones_like(ids)
+        if attention_mask is not None:
+            mask = torch.as_tensor(attention_mask).to("cpu", torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError("attention_mask", type(attention_mask).__name__, "zeros and ones of input_ids' shape") from error
+        given = type(attention_mask).__name__
+        raise InputError("attention_mask", given, "zeros and ones of input_ids' shape") from error
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
-        raise InputError("attention_mask", list(mask.shape), f"zeros and ones of input_ids' shape {list(ids.shape)}")
+        raise InputError(
+            "attention_mask", list(mask.shape), f"zeros and ones of input_ids' shape {list(ids.shape)}"
+        )
     if bool((mask.diff(dim=1) < 0).any()):
         raise InputError("attention_mask", "zeros after ones", "left padding only: zeros, then ones")
     if bool((mask.sum(1) == 0).any()):
@@ -144,7 +162,9 @@ def _limit(settings: Mapping[str, Any], prompt: int, capacity: int) -> int:
     """Return the total tokens at which a prompt's generation ends; by default as many as fit."""
     if prompt > capacity:
         raise InputError(
-            "input_ids", f"a prompt of {prompt} tokens", f"at most max_length={capacity} tokens (set at compile)"
+            "input_ids",
+            f"a prompt of {prompt} tokens",
+            f"at most max_length={capacity} tokens (set at compile)",
         )
     if settings.get("max_new_tokens") is not None:
         return min(prompt + _count(settings, "max_new_tokens", 0), capacity)
@@ -184,10 +204,14 @@ def _constraints(given: Any, count: int) -> list[Constraint | None]:
     listed = [None] * count if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for item in listed:
         if item is not None and not isinstance(item, Constraint):
-            raise InputError("constraint", type(item).__name__, "objects with mask(), advance(token), rollback(count)")
+            raise InputError(
+                "constraint", type(item).__name__, "objects with mask(), advance(token), rollback(count)"
+            )
     different = {id(item) for item in listed if item is not None}
     if len(listed) != count or len(different) + listed.count(None) != count:
-        raise InputError("constraint", f"{len(listed)} given", f"{count} different ones, one per sequence (or None)")
+        raise InputError(
+            "constraint", f"{len(listed)} given", f"{count} different ones, one per sequence (or None)"
+        )
     return listed
 
 
@@ -206,7 +230,8 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
             raise UnknownNameError("argument", name, sorted(_SETTINGS | _OWN | set(_REFUSED)))
     if refused:
         raise UnsupportedError(
-            "these settings cannot be honoured exactly", sorted(refused),
+            "these settings cannot be honoured exactly",
+            sorted(refused),
             "Leave them out, or use transformers' generate for them.",
         )
 

@@ -41,8 +41,16 @@ class Compiled:
     """
 
     def __init__(
-        self, engine: Engine, method: Method, block: int, accept: AcceptRule, *, info: ModelInfo,
-        tokenizer: Any = None, generation: Mapping[str, Any] | None = None, record: Any = None,
+        self,
+        engine: Engine,
+        method: Method,
+        block: int,
+        accept: AcceptRule,
+        *,
+        info: ModelInfo,
+        tokenizer: Any = None,
+        generation: Mapping[str, Any] | None = None,
+        record: Any = None,
         exact: Literal["bitwise"] | None = None,
     ) -> None:
         self.engine, self.method, self.block, self.accept, self.exact = engine, method, block, accept, exact
@@ -82,9 +90,17 @@ class Compiled:
         return self.engine.slots
 
     def generate(
-        self, input_ids: Any = None, attention_mask: Any = None, *, generation_config: Any = None,
-        streamer: Any = None, seed: int | Sequence[int] | None = None, accept: AcceptRule | None = None,
-        inputs: Any = None, tokenizer: Any = None, **settings: Any,
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        *,
+        generation_config: Any = None,
+        streamer: Any = None,
+        seed: int | Sequence[int] | None = None,
+        accept: AcceptRule | None = None,
+        inputs: Any = None,
+        tokenizer: Any = None,
+        **settings: Any,
     ) -> Tensor | Generation:
         """Generate as transformers' ``generate`` does, several tokens per step.
 
@@ -110,9 +126,15 @@ class Compiled:
         if (input_ids is None) == (inputs is None):
             raise InputError("input_ids", "both" if inputs is not None else None, "token ids, given once")
         arguments = read_arguments(
-            input_ids if input_ids is not None else inputs, attention_mask, defaults=self.generation_defaults,
-            generation_config=generation_config, given=settings, seed=seed, accept=accept or self.accept,
-            vocab=self.info.vocab, capacity=self.engine.capacity,
+            input_ids if input_ids is not None else inputs,
+            attention_mask,
+            defaults=self.generation_defaults,
+            generation_config=generation_config,
+            given=settings,
+            seed=seed,
+            accept=accept or self.accept,
+            vocab=self.info.vocab,
+            capacity=self.engine.capacity,
         )
         if streamer is not None:
             check_streamer(streamer)
@@ -141,7 +163,9 @@ class Compiled:
             (id, tokens): new tokens as they are decided; an empty list says that the sequence has ended.
         """
         if not isinstance(requests, Iterable):
-            raise InputError("requests", type(requests).__name__, "an iterable of (id, arguments of generate)")
+            raise InputError(
+                "requests", type(requests).__name__, "an iterable of (id, arguments of generate)"
+            )
         me: list[weakref.ref[Any]] = []
         served = self._serve(requests, me)
         me.append(weakref.ref(served))
@@ -157,13 +181,23 @@ class Compiled:
 
             def read() -> Iterator[Request]:
                 for number, item in enumerate(requests):
-                    if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Mapping):
-                        raise InputError("requests", item, "pairs of an id and a mapping of generate's arguments")
+                    if (
+                        not isinstance(item, tuple | list)
+                        or len(item) != 2
+                        or not isinstance(item[1], Mapping)
+                    ):
+                        raise InputError(
+                            "requests", item, "pairs of an id and a mapping of generate's arguments"
+                        )
                     name, given = item
                     arguments = self._one(dict(given))
                     request = arguments.requests[0]
                     request.key = number
-                    stops = StopStrings(arguments.stop_strings, self.tokenizer) if arguments.stop_strings else None
+                    stops = (
+                        StopStrings(arguments.stop_strings, self.tokenizer)
+                        if arguments.stop_strings
+                        else None
+                    )
                     request.own = replace(request.own, stops=stops)
                     held[number] = (name, stops, [])
                     if request.limit > request.ids.shape[0]:
@@ -202,7 +236,8 @@ class Compiled:
                     left.close()
                 except ValueError:  # it runs: we were called from inside its iterator of requests
                     raise UnsupportedError(
-                        "this compiled object is in use", ["a stream of it is reading its requests from this very code"]
+                        "this compiled object is in use",
+                        ["a stream of it is reading its requests from this very code"],
                     ) from None
             self._lock.acquire()
         try:
@@ -219,13 +254,17 @@ class Compiled:
         """Compile every step that a call with ``settings`` needs; returns what was compiled."""
         before = len(self.engine.compiles)
         limit = min(3 + 2 * (self.block + 1), self.engine.capacity)
-        self.generate(torch.zeros(1, 1, dtype=torch.int64), max_length=limit, eos_token_id=None, seed=0, **settings)
+        self.generate(
+            torch.zeros(1, 1, dtype=torch.int64), max_length=limit, eos_token_id=None, seed=0, **settings
+        )
         width = self.engine.feed + 2
         if self.batch > 1 and self.block and width + 2 <= self.engine.capacity:
             # A prompt of two chunks beside one of a token: the second chunk is read while the other sequence drafts.
             mask = torch.ones(2, width, dtype=torch.int64)
             mask[0, :-1] = 0
-            self.generate(torch.zeros_like(mask), mask, max_new_tokens=2, eos_token_id=None, seed=0, **settings)
+            self.generate(
+                torch.zeros_like(mask), mask, max_new_tokens=2, eos_token_id=None, seed=0, **settings
+            )
         return self.engine.compiles[before:]
 
     def save(self, path: str | Path, *, native: bool = False, force: bool = False) -> None:
@@ -247,14 +286,23 @@ class Compiled:
 
         if self.exact is not None:
             raise UnsupportedError(
-                f"a package with exact={self.exact!r}", ["it would have to be self-tested again where it is loaded"],
+                f"a package with exact={self.exact!r}",
+                ["it would have to be self-tested again where it is loaded"],
                 "Compile without exact to save.",
             )
         with self._alone():
             self._watch.check()
             content = Content(
-                self.engine.builder, self.method.name, self.method.default_block, self.block, self.accept,
-                self.engine.feed, self.usual_families(), self.tokenizer, self.generation_defaults, self.record,
+                self.engine.builder,
+                self.method.name,
+                self.method.default_block,
+                self.block,
+                self.accept,
+                self.engine.feed,
+                self.usual_families(),
+                self.tokenizer,
+                self.generation_defaults,
+                self.record,
             )
             save(content, Path(path), native=native, force=force)
 
@@ -262,7 +310,8 @@ class Compiled:
         """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
         families = []
         for do_sample in (False, True):
-            arguments = self._one({"input_ids": torch.zeros(1, 1, dtype=torch.int64), "do_sample": do_sample, "seed": 0})
+            one = torch.zeros(1, 1, dtype=torch.int64)
+            arguments = self._one({"input_ids": one, "do_sample": do_sample, "seed": 0})
             families.append(arguments.requests[0].families)
         greedy, sampled = families
         wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
@@ -272,9 +321,14 @@ class Compiled:
         if given.get("input_ids") is None:
             raise InputError("input_ids", None, "token ids in every request")
         arguments = read_arguments(
-            given.pop("input_ids"), given.pop("attention_mask", None), defaults=self.generation_defaults,
-            generation_config=given.pop("generation_config", None), seed=given.pop("seed", None),
-            accept=given.pop("accept", None) or self.accept, given=given, vocab=self.info.vocab,
+            given.pop("input_ids"),
+            given.pop("attention_mask", None),
+            defaults=self.generation_defaults,
+            generation_config=given.pop("generation_config", None),
+            seed=given.pop("seed", None),
+            accept=given.pop("accept", None) or self.accept,
+            given=given,
+            vocab=self.info.vocab,
             capacity=self.engine.capacity,
         )
         if len(arguments.requests) != 1:
@@ -282,7 +336,10 @@ class Compiled:
         return arguments
 
     def _scheduler(self, extras: tuple[str, ...]) -> Scheduler:
-        return Scheduler(self.engine, self.block, self.accept, extras, is_uniform=self.exact is not None, drafts=self._drafts)
+        uniform = self.exact is not None
+        return Scheduler(
+            self.engine, self.block, self.accept, extras, is_uniform=uniform, drafts=self._drafts
+        )
 
 
 def _cut(item: Progress, stops: StopStrings | None, tokens: list[int]) -> tuple[list[int], str | None]:
@@ -299,7 +356,9 @@ def _cut(item: Progress, stops: StopStrings | None, tokens: list[int]) -> tuple[
 class _Collector:
     """Gathers the progress of one call into a `Generation`."""
 
-    def __init__(self, engine: Engine, arguments: Arguments, streamer: Any, stops: StopStrings | None) -> None:
+    def __init__(
+        self, engine: Engine, arguments: Arguments, streamer: Any, stops: StopStrings | None
+    ) -> None:
         self._engine, self._arguments, self._streamer, self._stops = engine, arguments, streamer, stops
         count = len(arguments.requests)
         self._tokens: list[list[int]] = [[] for _ in range(count)]
@@ -318,7 +377,9 @@ class _Collector:
         if self._streamer is not None:
             self._streamer.end()
         return Generation(
-            self._sequences(), tuple(self._reasons), stats.finish(),
+            self._sequences(),
+            tuple(self._reasons),
+            stats.finish(),
             **{name: self._stack(extra) for extra, name in _EXTRA_NAMES.items()},
         )
 

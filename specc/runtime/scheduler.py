@@ -38,7 +38,7 @@ class Request:
     settings: Mapping[str, Tensor] = field(default_factory=dict)
     families: tuple[str, ...] = ()
     rule: AcceptRule = "ratio"
-    own: OwnRules = OwnRules()
+    own: OwnRules = field(default_factory=OwnRules)
     block: int | None = None  # None = the compiled block
     key: object = None
 
@@ -136,8 +136,13 @@ class Scheduler:
             self._families = join(self._families, request.families)
             self.engine.use(self._families)
             self.engine.bind(
-                slot, request.ids, limit=request.limit, eos=request.eos, seed=request.seed,
-                is_coupled=request.rule == "coupled", settings=request.settings,
+                slot,
+                request.ids,
+                limit=request.limit,
+                eos=request.eos,
+                seed=request.seed,
+                is_coupled=request.rule == "coupled",
+                settings=request.settings,
             )
             self._slots[slot] = _Slot(request, fed, count)
 
@@ -168,7 +173,9 @@ class Scheduler:
             for slot in ready:
                 self._slots[slot].running = True
         if not self.drafts:
-            self.engine.start([i for i, s in self._slots.items() if s.running])  # in a first step nothing is drafted
+            self.engine.start(
+                [i for i, s in self._slots.items() if s.running]
+            )  # in a first step nothing is drafted
         begin = time.perf_counter()
         rules = {i: s.request.own for i, s in self._slots.items() if s.running and s.request.own.needs_host}
         records = self.engine.step(key, rules)
@@ -183,7 +190,8 @@ class Scheduler:
                 continue
             if record.fault:
                 raise UnsupportedError(
-                    "this generation cannot go on", ["the target's logits are NaN or all -inf"],
+                    "this generation cannot go on",
+                    ["the target's logits are NaN or all -inf"],
                     "Check the weights and the dtype: float16 and bfloat16 may overflow where float32 does not.",
                 )
             stats.add(record)

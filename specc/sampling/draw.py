@@ -165,10 +165,8 @@ def coupled_scores(
         noisy: bool [slots]; elsewhere no noise is added, which leaves the greedy choice.
         ids: target ids of the candidates; None = identity.
     """
-    if ids is None:
-        noise = gumbel_all(seed, position, scaled.shape[-1])
-    else:
-        noise = gumbel(seed, position, ids.clamp(min=0))
+    everyone = scaled.shape[-1]
+    noise = gumbel_all(seed, position, everyone) if ids is None else gumbel(seed, position, ids.clamp(min=0))
     centred = scaled - scaled.amax(-1, keepdim=True)  # small numbers keep the noise's low bits
     noisy = noisy.reshape(noisy.shape + (1,) * (scaled.dim() - 1))
     return centred + torch.where(noisy, noise, 0.0)

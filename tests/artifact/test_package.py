@@ -66,7 +66,9 @@ def test_tokens_equal_the_saving_object_s(compiled: Compiled, loaded: Compiled, 
 
 
 def test_slots_that_are_refilled_while_others_draft(compiled: Compiled, loaded: Compiled) -> None:
-    requests = [(n, {"input_ids": torch.arange(2, 4 + 3 * n) % VOCAB, "max_new_tokens": 9 - n}) for n in range(5)]
+    requests = [
+        (n, {"input_ids": torch.arange(2, 4 + 3 * n) % VOCAB, "max_new_tokens": 9 - n}) for n in range(5)
+    ]
     one, other = (list(c.stream(iter(requests))) for c in (compiled, loaded))
     assert other == one
     assert {(2, 8)} <= {(k.block, k.feed) for k in loaded.engine._runners}
@@ -76,7 +78,9 @@ def test_a_user_s_processor_runs_on_the_host(compiled: Compiled, loaded: Compile
     def no_eights(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([8]), float("-inf"))
 
-    one, other = (c.generate(PROMPTS, max_new_tokens=9, logits_processor=[no_eights]) for c in (compiled, loaded))
+    one, other = (
+        c.generate(PROMPTS, max_new_tokens=9, logits_processor=[no_eights]) for c in (compiled, loaded)
+    )
     assert torch.equal(one, other)
     assert not (one[:, 4:] == 8).any()
 

@@ -48,6 +48,14 @@ def test_denormals_survive_loading_the_kernel():
 def _one_row():
     zero = torch.zeros(1, dtype=torch.int64)
     return (
-        torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.ones(1, 1, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8),
-        zero, zero, zero, zero, 1.0,
+        torch.ones(1, 1, 8),
+        torch.ones(1, 1, 8),
+        torch.ones(1, 1, 8),
+        torch.zeros(1, 1, 2, 8),
+        torch.zeros(1, 1, 2, 8),
+        zero,
+        zero,
+        zero,
+        zero,
+        1.0,
     )

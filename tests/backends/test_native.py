@@ -15,9 +15,12 @@ def test_equals_eager_and_uses_the_kernels():
     ids = torch.tensor([[5, 9, 33, 7, 12, 4, 9, 33], [0, 0, 8, 6, 7, 5, 30, 9]])
     mask = torch.tensor([[1] * 8, [0] * 2 + [1] * 6])
     built = [
-        specc.compile(model, method="ngram", block=3, backend=name, batch=2, max_length=48) for name in ("eager", "native")
+        specc.compile(model, method="ngram", block=3, backend=name, batch=2, max_length=48)
+        for name in ("eager", "native")
     ]
-    eager, native = (c.generate(ids, mask, max_new_tokens=24, do_sample=False, eos_token_id=None) for c in built)
+    eager, native = (
+        c.generate(ids, mask, max_new_tokens=24, do_sample=False, eos_token_id=None) for c in built
+    )
     assert torch.equal(eager, native)
     step = built[1].engine.builder.step(StepKey(3, 0, "ratio")).graph
     before = step.render()

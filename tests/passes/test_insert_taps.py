@@ -32,7 +32,7 @@ def states(arch: str) -> tuple[list[Tensor], Any]:
         layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0][0]), with_kwargs=True)
     ]
     for layer in layers:
-        hooks.append(
+        hooks.append(  # noqa: PERF401  one hook a line, as the one before
             layer.register_forward_hook(
                 lambda _, __, out: seen.append((out[0] if isinstance(out, tuple) else out)[0])
             )
