@@ -117,9 +117,16 @@ class Fields:
 
     def wholes(self, key: str, least: int = 0, most: int = 1 << 48) -> tuple[int, ...]:
         values = self.items(key)
-        if not all(type(v) is int and least <= v <= most for v in values) or math.prod(values) > 1 << 50:
+        if not all(type(v) is int and least <= v <= most for v in values):
             raise self.fault(key, repr(values)[:200], f"whole numbers from {least} to {most}")
         return tuple(values)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return a tensor's shape, of a size that memory could hold."""
+        values = self.wholes(key)
+        if math.prod(values) > 1 << 50:
+            raise self.fault(key, list(values), "whole numbers whose product is at most 2**50")
+        return values
 
     def objects(self, key: str) -> Iterator[Fields]:
         """Yield the objects of a list."""

@@ -27,7 +27,7 @@ def write_spec(spec: TensorSpec) -> dict[str, Any]:
 
 def read_spec(fields: Fields) -> TensorSpec:
     """Read a spec, and nothing else."""
-    spec = TensorSpec(fields.wholes("shape"), DTYPES[fields.text("dtype", *DTYPES)])
+    spec = TensorSpec(fields.shape("shape"), DTYPES[fields.text("dtype", *DTYPES)])
     fields.done()
     return spec
 

@@ -71,7 +71,7 @@ def read_weights(
     found: dict[str, Tensor] = {}
     for name, spec in expected.items():
         item = header.inner(name)
-        actual = TensorSpec(item.wholes("shape"), DTYPES[item.text("dtype", *DTYPES)])
+        actual = TensorSpec(item.shape("shape"), DTYPES[item.text("dtype", *DTYPES)])
         span = item.wholes("data_offsets", 0, room)
         item.done()
         if actual != spec:
