@@ -153,7 +153,8 @@ class Attention(nn.Module):
         query = self.q_proj(x).unflatten(-1, (self.config.heads, self.config.head_dim))
         if self.config.qk_norm:
             query = self.q_norm(query)
-        return self.rotary(query, position)
+        out: Tensor = self.rotary(query, position)
+        return out
 
     def key_value(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return turned keys and values, each [.., kv_heads, head_dim]."""

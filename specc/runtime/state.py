@@ -14,7 +14,7 @@ from specc.contracts import TensorSpec
 _NAMESPACE = "specc"
 
 
-@optree.dataclasses.dataclass(namespace=_NAMESPACE)  # type: ignore[call-overload, untyped-decorator]
+@optree.dataclasses.dataclass(namespace=_NAMESPACE)  # type: ignore[call-overload]
 class StepState:
     """Every tensor a step reads and writes besides weights, by owner.
 

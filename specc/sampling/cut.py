@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIB: Any = torch.library.Library("specc", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch is untyped there
+_LIB: Any = torch.library.Library("specc", "FRAGMENT")
 _LIB.define("kth_largest(Tensor scores, Tensor k) -> Tensor")
 _LIB.define("nucleus_cut(Tensor scores, Tensor mass) -> (Tensor, Tensor)")
 _LIB.define("typical_cut(Tensor shift, Tensor scores, Tensor mass) -> Tensor")
