@@ -25,7 +25,9 @@ from tests.tiny import noisy_copy, tiny_model
 
 @functools.cache
 def loaded(arch: str = "llama", **overrides: Any) -> LoadedModel:
-    return load_target(tiny_model(arch, **overrides))
+    # A cache needs tuples, a configuration lists.
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
+    return load_target(tiny_model(arch, **values))
 
 
 @functools.cache

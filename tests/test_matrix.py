@@ -1,8 +1,8 @@
 """Every method at every block and batch gives the target's own text: transformers' greedy, plain's sampled.
 
-On llama the whole matrix. On each other family: one block with two drafters, another with n-grams and plain decoding,
-at batch 1 and 3, so that over the families every pair of (method, block), (method, batch), (drafter, block) and
-(block, batch) occurs, and every family meets every method and both batches.
+On llama the whole matrix. On each other family: one block with two drafters, another with n-grams and plain
+decoding, at batch 1 and 3, so that over the families every pair of (method, block), (method, batch), (drafter,
+block) and (block, batch) occurs, and every family meets every method and both batches.
 """
 
 from __future__ import annotations
