@@ -12,7 +12,6 @@ from specc.backends import choose
 from specc.errors import UnsupportedError
 from specc.models.load import LoadedModel, load_target
 from specc.training.data import Collector, DataPlan
-from specc.training.feeding import HELD_OUT, Feed
 from specc.training.prompts import Evaluation
 from specc.training.record import TargetRunner
 from specc.training.shards import list_shards, read_facts, read_shard
@@ -20,7 +19,7 @@ from tests.methods.harness import record
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TAPS = (1, 3)
-PLAN = DataPlan(300, answer_tokens=16, prompt_tokens=40, capacity=72, slots=6, shard_tokens=100)
+PLAN = DataPlan(200, answer_tokens=16, prompt_tokens=40, capacity=72, slots=6, shard_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -54,35 +53,6 @@ def test_recorded_is_what_a_forward_gives(target: LoadedModel, runner: TargetRun
         torch.testing.assert_close(head(item.final), logits, rtol=1e-4, atol=1e-4)
 
 
-def test_the_target_writes_its_own_prompts(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
-    first = Collector(target, runner, tmp_path, PLAN)
-    first.run(stop=lambda: bool(list_shards(tmp_path)))  # as if it had been ended after a shard
-    before = {path: path.read_bytes() for path in list_shards(tmp_path)}
-    assert before
-    assert first.tokens < PLAN.tokens
-    (tmp_path / "shard-00009.safetensors").write_bytes(b"half")  # no JSON beside it: not finished
-    second = Collector(target, runner, tmp_path, PLAN)
-    assert second.tokens == first.tokens
-    second.run()
-    assert second.tokens >= PLAN.tokens
-    assert all(path.read_bytes() == content for path, content in before.items())
-    facts = [read_facts(path) for path in list_shards(tmp_path)]
-    seeds = [f["last_seed"] for f in facts]
-    assert seeds == sorted(set(seeds))
-    kept = [entry for f in facts for entry in f["prompts"]]
-    assert len({entry["text"] for entry in kept}) == len(kept)
-    assert {entry["setting"].endswith("greedy") for entry in kept} == {True, False}
-    sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
-    assert sum(example.answer for example in sequences) == sum(entry["tokens"] for entry in kept)
-    feed = Feed(tmp_path, seed=0)
-    if len(sequences) >= HELD_OUT:
-        held = {tuple(example.ids.tolist()) for example in feed.held_out(99)}
-        batch = feed.take(len(sequences) - len(sequences) // HELD_OUT)
-        taken = {tuple(ids[: int(end)].tolist()) for ids, end in zip(batch.ids, batch.end, strict=True)}
-        assert held
-        assert not held & taken
-
-
 def test_evaluation_prompts_are_kept_out(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
     user = [[{"role": "user", "content": f"w{n} w{n + 1} w{n + 2} w{n + 3} w{n + 4}"}] for n in (10, 30, 50)]
     evaluation = Evaluation([user[1][0]["content"]])
@@ -99,3 +69,27 @@ def test_without_a_chat_template(target: LoadedModel, runner: TargetRunner, tmp_
     bare = load_target(target.module)
     with pytest.raises(UnsupportedError, match="chat template"):
         Collector(bare, runner, tmp_path, PLAN)
+
+
+def test_collecting_goes_on_where_it_was(target: LoadedModel, runner: TargetRunner, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(7, 96, (20, 5), generator=generator).tolist()
+    user = [[{"role": "user", "content": " ".join(f"w{word}" for word in row)}] for row in words]
+    first = Collector(target, runner, tmp_path, PLAN, user)
+    first.run(stop=lambda: bool(list_shards(tmp_path)))  # as if it had been ended after a shard
+    before = {path: path.read_bytes() for path in list_shards(tmp_path)}
+    assert before
+    assert first.tokens < PLAN.tokens
+    (tmp_path / "shard-00009.safetensors").write_bytes(b"half")  # no JSON beside it: not finished
+    second = Collector(target, runner, tmp_path, PLAN, user)
+    assert second.tokens == first.tokens
+    second.run()
+    assert second.tokens > first.tokens
+    assert all(path.read_bytes() == content for path, content in before.items())
+    facts = [read_facts(path) for path in list_shards(tmp_path)]
+    seeds = [f["last_seed"] for f in facts]
+    assert seeds == sorted(seeds)
+    kept = [entry for f in facts for entry in f["prompts"]]
+    assert len({entry["text"] for entry in kept}) == len(kept)
+    sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
+    assert sum(example.answer for example in sequences) == sum(entry["tokens"] for entry in kept)
