@@ -81,8 +81,9 @@ def test_draft_model_greedy(slots, block, kind):
     counts = accepted(steps, block)
     if kind == "noisy":
         assert_noisy(counts, block, slots)
+    # A slot drafts from its second step on.
     unfinished = [
-        r.accepted for key, records in steps if key.block for r in records if r.drafted and not r.finish  # a slot drafts from its second step on
+        r.accepted for key, records in steps if key.block for r in records if r.drafted and not r.finish
     ]
     assert kind != "copy" or set(unfinished) == {block}
     assert kind != "adversarial" or sum(unfinished) < 0.1 * block * len(unfinished)
