@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from specc import methods
-from specc.backends import choose
 from specc.benchmark import BenchOptions, BenchReport, run_bench
-from specc.build import StepBuilder, Target, make_drafter, make_target
+from specc.build import StepBuilder, Target, choose, make_drafter, make_target
 from specc.checking import PROBE_TOKENS, Report, check_pair
 from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError

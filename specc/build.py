@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.backends import choose as choose
 from specc.contracts import STAGES, DrafterBundle, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
 from specc.graph import Input, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
