@@ -345,9 +345,10 @@ def resolve_method(method: str | Method) -> Method:
     """Return the method that a name stands for, or the given one if it keeps the protocol."""
     if isinstance(method, str):
         return methods.get(method)
-    if not isinstance(method, Method):
+    given: object = method
+    if not isinstance(given, Method):
         wanted = "a method's name or an object with contracts.Method's members"
-        raise InputError("method", type(method).__name__, wanted)
+        raise InputError("method", type(given).__name__, wanted)
     return method
 
 

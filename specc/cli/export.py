@@ -40,7 +40,7 @@ def export(
         block=block,
         batch=batch,
         max_length=max_length,
-        accept=accept,
+        accept=accept,  # type: ignore[arg-type]  # checked by compile
         dtype=dtype,
         device=device,
         backend="eager",  # a package holds graphs: where it is loaded, they are lowered

@@ -143,14 +143,16 @@ def run(
     if package.is_package(model):
         package.refuse_given(context, "method", "drafter", "block", "dtype", "max_length")
         compiled = specc.load(model, device=device, backend=backend, sha256=sha256, native_only=native_only)
-        sampling |= {"accept": accept} if package.is_given(context, "accept") else {}
+        more: dict[str, Any] = {"accept": accept}
+        sampling |= more if package.is_given(context, "accept") else {}
     else:
+        rule: Any = accept  # checked by compile
         compiled = specc.compile(
             model,
             drafter,
             method=method,
             block=block,
-            accept=accept,
+            accept=rule,
             backend=backend,
             dtype=dtype,
             device=device,
@@ -161,9 +163,9 @@ def run(
         f"method {compiled.method.name}, block {compiled.block}, prompt {inputs['input_ids'].shape[1]} tokens"
     )
     compiled.warm_up(**sampling)  # so that neither the text nor its statistics wait for a compiler
-    result = compiled.generate(
-        **inputs,
-        **sampling,
+    arguments: dict[str, Any] = {**inputs, **sampling}
+    result: Any = compiled.generate(
+        **arguments,
         max_new_tokens=max_new_tokens,
         seed=seed,
         return_dict_in_generate=True,

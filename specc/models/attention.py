@@ -126,7 +126,7 @@ def _longrope_on_rows(rotary: Any, x: Tensor, position_ids: Tensor, **_: Any) ->
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     original = rotary.config.rope_parameters["original_max_position_embeddings"]
-    long, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, x.device, seq_len=original + 1)
+    long = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, x.device, seq_len=original + 1)[0]
     current = _OPEN.get()
     reach = current.reach[None] if isinstance(current, _Rows) else position_ids + 1
     inverse = torch.where((reach > original)[..., None], long, rotary.original_inv_freq)

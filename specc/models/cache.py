@@ -37,7 +37,7 @@ def report_cache(*, clear: bool = False) -> CacheReport:
                 path.unlink()
     paths = [path for part in _parts(folder) for path in sorted(part.iterdir())]
     entries = tuple({"name": str(path.relative_to(folder)), "size_bytes": _size(path)} for path in paths)
-    return CacheReport(str(folder), sum(entry["size_bytes"] for entry in entries), entries, removed)
+    return CacheReport(str(folder), sum(_size(path) for path in paths), entries, removed)
 
 
 def _parts(folder: Path) -> list[Path]:

@@ -185,7 +185,7 @@ class Trainer:
             self.module, batch, self.reference, self.parts.embed, self.options, self.plan.seed
         )
         loss = result.loss(self._sum)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
+        loss.backward()
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if self.world > 1:
             for parameter in trained:

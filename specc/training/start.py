@@ -136,7 +136,7 @@ def choose_mask(target: LoadedModel, counts: Tensor) -> int:
         raise UnsupportedError(
             "no mask token can be chosen", ["every id of the vocabulary occurs in the data"]
         )
-    return unseen[0]
+    return int(unseen[0])
 
 
 def make_drafter(
