@@ -56,13 +56,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.xfail(strict=False, reason="failed once on a loaded machine, cause not found yet")
 def test_each_request_equals_its_own_run():
     """Under the ratio rule, too: which rows of a step are a slot's own does not depend on the others."""
     requests = mixed_requests(11, seed=2)
     object_ = compiled(accept="ratio")
     together = serve(object_, requests, FAMILIES)
-    assert {len(text) for text in together} > {1, 2}
+    assert len({len(text) for text in together}) > 3  # they end at different places
     for request, text in zip(requests, together, strict=True):
         object_.forget()
         assert serve(object_, [request], FAMILIES) == [text]
