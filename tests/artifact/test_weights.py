@@ -57,7 +57,10 @@ def test_round_trip_and_the_safetensors_library(tmp_path: Path) -> None:
 
 
 def test_offsets_far_into_a_large_file(tmp_path: Path) -> None:
-    given = {"a": torch.zeros(9_000_000, dtype=torch.float64), "b": torch.arange(4.0)}  # 72 MB before b begins
+    given = {
+        "a": torch.zeros(9_000_000, dtype=torch.float64),
+        "b": torch.arange(4.0),
+    }  # 72 MB before b begins
     path = written(tmp_path / "w.safetensors", given)
     assert read(path, {n: spec_of(t) for n, t in given.items()})["b"].tolist() == [0, 1, 2, 3]
 
