@@ -34,7 +34,7 @@ class Recorder(LogitsProcessor):
 
 
 def run(object_: Any, prompt: list[int], **settings: Any) -> list[int]:
-    out = object_.generate(torch.tensor([prompt]), max_new_tokens=NEW, **settings)
+    out = object_.generate(torch.tensor([prompt]), **{"max_new_tokens": NEW, **settings})
     return [int(token) for token in out[0, len(prompt) :]]
 
 
@@ -101,20 +101,17 @@ def test_sampling_comes_after_it(accept):
 
 
 def test_nothing_is_asked_behind_a_stop():
-    tokenizer = letters_tokenizer()
-    free = plain_text(PROMPTS[0], max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()]))
+    tokenizer, prompt = letters_tokenizer(), PROMPTS[0]
+    free = plain_text(prompt, max_new_tokens=NEW, logits_processor=LogitsProcessorList([Recorder()]))
+    histories = [prompt + free[:i] for i in range(NEW)]
     for end in range(1, 8):
-        for settings in (
-            {"eos_token_id": free[end]},
-            {"stop_strings": tokenizer.decode(free[end : end + 2])},
-        ):
-            theirs, ours = Recorder(), Recorder()
-            plain_text(
-                PROMPTS[0], max_new_tokens=NEW, tokenizer=tokenizer, logits_processor=LogitsProcessorList([theirs]),
-                **settings,
-            )  # fmt: skip
-            run(compiled(), PROMPTS[0], logits_processor=[ours], tokenizer=tokenizer, **settings)
-            assert ours.calls == theirs.calls, settings
+        string = tokenizer.decode(free[end : end + 2])
+        said = next(i for i in range(NEW) if string in tokenizer.decode(free[: i + 1]))
+        cases = [({"eos_token_id": free[end]}, free.index(free[end])), ({"stop_strings": string}, said)]
+        for settings, last in [*cases, ({"max_new_tokens": end}, end - 1)]:
+            ours = Recorder()
+            run(compiled(), prompt, logits_processor=[ours], tokenizer=tokenizer, **settings)
+            assert ours.calls == histories[: last + 1], settings
 
 
 def test_only_the_requests_that_bring_one_are_changed():

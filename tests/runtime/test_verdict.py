@@ -78,10 +78,10 @@ def test_an_off_by_one_in_the_target_is_a_bug(plant, monkeypatch):
 
 
 def test_a_near_tie_of_bfloat16_is_a_tie():
-    model = tiny_model("llama", num_hidden_layers=2).to(torch.bfloat16)
+    model = tiny_model("llama").to(torch.bfloat16)
     object_ = compile_tiny(model=model)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(6)]
+    prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(9)]
     report = specc.verify(object_, prompts, max_new_tokens=40)
     assert report.dtype == "bfloat16"
     assert report.divergences, "no near-tie among these prompts: the test is empty"
