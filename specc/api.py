@@ -252,7 +252,8 @@ def bench(
         methods: names of methods, `Method` objects, and ``transformers``, ``transformers-static`` (static cache),
             ``transformers-compiled`` (the same, compiled), ``assisted`` (with the draft_model drafter),
             ``prompt_lookup``. Ratios are to ``plain`` and ``transformers``, where they are among them.
-        **options: block, blocks (several, to compare), prompts (a JSON-lines file, messages or ids), repeats,
+        **options: block, blocks (several, to compare), prompts (a JSON-lines file or a folder of them, messages or
+            ids), each (prompts used of every category), repeats,
             max_new_tokens, temperature, seed, accept, backend, max_length, plot (a folder for charts), command.
 
     Raises:
@@ -323,7 +324,8 @@ def verify(
 
     Args:
         model: a compiled object, a ``.specc`` package, or what `compile` takes.
-        prompts: a JSON-lines file, messages or token ids; None = a few built in, for which a tokenizer is needed.
+        prompts: a JSON-lines file or a folder of them, messages or token ids; None = a few built in, for which a
+            tokenizer is needed.
         drafter, method, **options: as `compile` takes them, where ``model`` is not compiled yet.
         max_new_tokens: of each prompt.
         settings: of generation; text stays greedy.

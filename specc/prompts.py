@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,24 +55,42 @@ def built_in_prompts() -> tuple[Prompt, ...]:
 
 
 def read_prompts(prompts: str | Path | Sequence[Any]) -> tuple[Prompt, ...]:
-    """Return prompts from a JSON-lines file or from a list.
+    """Return prompts from a JSON-lines file, a folder of such files, or a list.
 
     Args:
         prompts: A file with one object a line, {"messages": [...]} or {"prompt": "..."}, and optionally "id",
-            "category" and "max_new_tokens"; or a list of messages, message lists, token ids or `Prompt`.
+            "category" and "max_new_tokens"; a folder whose ``*.jsonl`` are all read, in the order of their
+            names; or a list of messages, message lists, token ids or `Prompt`.
 
     Raises:
         InputError: The list holds something else, or there is no such file.
-        ArtifactError: A line of the file is wrong.
+        ArtifactError: A line of a file is wrong.
     """
     if isinstance(prompts, str | Path):
-        return _from_file(Path(prompts))
+        path = Path(prompts)
+        if not path.is_dir():
+            return _from_file(path)
+        files = sorted(path.glob("*.jsonl"))
+        if not files:
+            raise InputError("prompts", str(path), "a folder with at least one .jsonl file")
+        return tuple(prompt for file in files for prompt in _from_file(file))
     if not isinstance(prompts, Sequence):
         raise InputError("prompts", type(prompts).__name__, "a file's path or a list")
     found = tuple(_from_value(index, value) for index, value in enumerate(prompts))
     if not found:
         raise InputError("prompts", "an empty list", "at least one prompt")
     return found
+
+
+def first_of_each(prompts: Sequence[Prompt], count: int) -> tuple[Prompt, ...]:
+    """Return the first ``count`` prompts of every category, in the order given."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in prompts:
+        seen[prompt.category] += 1
+        if seen[prompt.category] <= count:
+            kept.append(prompt)
+    return tuple(kept)
 
 
 def _from_value(index: int, value: object) -> Prompt:

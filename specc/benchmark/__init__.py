@@ -32,7 +32,7 @@ from specc.errors import InputError, UnsupportedError
 from specc.models.load import LoadedModel
 from specc.models.peers import LOOKUP_TOKENS, PEERS, Peer
 from specc.pairing import find_drafter
-from specc.prompts import Prompt, built_in_prompts, read_prompts, suits
+from specc.prompts import Prompt, built_in_prompts, first_of_each, read_prompts, suits
 from specc.runtime.compiled import Compiled
 from specc.runtime.inspection import memory_by_part
 from specc.step import StepKey
@@ -49,6 +49,7 @@ class BenchOptions:
     Attributes:
         methods: contestants in the order of the rows: methods of specc and names in `PEERS`.
         blocks: several block lengths to compare; every drafting method is compiled for each.
+        each: Prompts of every category that are used, the first ones; None = all.
         temperature: None or 0 = greedy.
         command: how to run the same again; None = a command line made from the options.
     """
@@ -57,6 +58,7 @@ class BenchOptions:
     block: int | None = None
     blocks: tuple[int, ...] = ()
     prompts: str | Path | Sequence[Any] | None = None
+    each: int | None = None
     repeats: int = 5
     max_new_tokens: int = 64
     temperature: float | None = None
@@ -70,7 +72,10 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if not self.methods:
             raise InputError("methods", list(self.methods), "at least one method or peer")
-        for name, value in (("repeats", self.repeats), ("max_new_tokens", self.max_new_tokens)):
+        counts = {"repeats": self.repeats, "max_new_tokens": self.max_new_tokens, "each": self.each}
+        for name, value in counts.items():
+            if name == "each" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(name, value, "a whole number, 1 or more")
         if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in self.blocks):
@@ -136,6 +141,8 @@ def _tasks(target: LoadedModel, options: BenchOptions) -> list[Task]:
         prompts = built_in_prompts()
     else:
         raise InputError("prompts", None, "token ids: this model came without a tokenizer")
+    if options.each is not None:
+        prompts = first_of_each(prompts, options.each)
     return [
         Task(
             p.encode(target.tokenizer),
@@ -328,6 +335,8 @@ def _category_row(
     _put(row, "vs_plain", ratios(m, plain, chosen))
     _put(row, "vs_transformers", ratios(m, theirs, chosen))
     row["accepted_length"] = accepted_length(m, chosen)
+    shares = acceptance_by_position(m, chosen)
+    row["acceptance"] = " ".join(f"{share:.2f}" for share in shares) if shares else None
     return row
 
 
@@ -359,6 +368,8 @@ def _command(model: Any, options: BenchOptions) -> str:
         parts.append(f"--blocks {','.join(map(str, options.blocks))}")
     if isinstance(options.prompts, str | Path):
         parts.append(f"--prompts {options.prompts}")
+    if options.each is not None:
+        parts.append(f"--each {options.each}")
     parts.append(f"--repeats {options.repeats} --max-new-tokens {options.max_new_tokens}")
     if options.temperature:
         parts.append(f"--temperature {options.temperature}")

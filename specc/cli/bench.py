@@ -54,7 +54,10 @@ def bench(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Prompts, one JSON object a line. Default: built in."),
+        typer.Option(metavar="PATH", help="Prompts: a JSONL file or a folder of them. Default: built in."),
+    ] = None,
+    each: Annotated[
+        int | None, typer.Option(min=1, help="Use the first so many prompts of every category.")
     ] = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Interleaved rounds; medians and spread are over these.")
@@ -91,6 +94,7 @@ def bench(
         block=block,
         blocks=lengths,
         prompts=prompts,
+        each=each,
         repeats=repeats,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -30,7 +30,7 @@ Block = Annotated[
         metavar="K", min=0, help="Draft tokens per step; 0 is plain decoding. Default: the method's own."
     ),
 ]
-Backend = Annotated[str, typer.Option(help="How the step is run: auto, eager, inductor.")]
+Backend = Annotated[str, typer.Option(help="How the step is run: auto, inductor, native, eager.")]
 Accept = Annotated[str, typer.Option(help="Acceptance rule when sampling: ratio or coupled.")]
 Dtype = Annotated[
     str | None,

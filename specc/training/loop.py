@@ -116,6 +116,7 @@ class Trainer:
         self.target, self.sizes, self.plan, self.options = target, sizes, plan, options
         self.output, self.say = output, say
         self.device = next(target.module.parameters()).device
+        self._half = target.info.dtype in (torch.bfloat16, torch.float16)
         self.rank, self.world = _place()
         if plan.batch % self.world:
             raise InputError("batch", plan.batch, f"a multiple of {self.world}, the number of processes")
@@ -181,9 +182,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        result = self.objective(
-            self.module, batch, self.reference, self.parts.embed, self.options, self.plan.seed
-        )
+        with self._precision():
+            result = self.objective(
+                self.module, batch, self.reference, self.parts.embed, self.options, self.plan.seed
+            )
         loss = result.loss(self._sum)
         loss.backward()
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -197,6 +199,10 @@ class Trainer:
         self.history.step += 1
         self.history.tokens += int((batch.end - batch.first).sum()) * self.world
         return result, float(self._sum(loss.detach()))
+
+    def _precision(self) -> torch.autocast:
+        """Multiply in bfloat16 where the target runs in half precision; weights and losses stay float32."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._half)
 
     def _sum(self, value: Tensor) -> Tensor:
         if self.world > 1:
@@ -228,9 +234,10 @@ class Trainer:
         for begin in range(0, len(examples), 8):
             part = examples[begin : begin + 8]
             batch = collate(part, range(begin, begin + len(part))).to(self.device)
-            results.append(
-                self.objective(self.module, batch, self.reference, self.parts.embed, self.options, 1)
-            )
+            with self._precision():
+                results.append(
+                    self.objective(self.module, batch, self.reference, self.parts.embed, self.options, 1)
+                )
         self.module.train()
         prefix = torch.stack([r.prefix for r in results if r.prefix is not None]).sum(0)
         total = torch.stack([r.total for r in results if r.total is not None]).sum(0)

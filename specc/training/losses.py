@@ -43,9 +43,7 @@ def dspark(
     result.terms["ce"] = (options.ce, (truth * weight * named).sum(), (weight * named).sum())
     result.terms["l1"] = (options.l1, (distance * weight).sum(), weight.sum())
     if options.soft:
-        within = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
-        share = weight * p.sum(-1)
-        result.terms["soft"] = (options.soft, (-(within * log_q).sum(-1) * share).sum(), share.sum())
+        result.terms["soft"] = (options.soft, *_soft(p, log_q, weight))
     if confidence is not None:
         goal = inside.detach().clamp(0, 1)
         error = functional.binary_cross_entropy_with_logits(confidence, goal, reduction="none")
@@ -54,6 +52,14 @@ def dspark(
         result.confidence, result.accepted = confidence[whole].detach(), goal[whole]
     _count(result, blocks, logits.argmax(-1) == label, inside)
     return result
+
+
+def _soft(p: Tensor, log_q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cross-entropy with the target's distribution within the draft vocabulary, rows weighing its mass there.
+
+    Dividing p by that mass and weighing the row by it cancel, so neither is done.
+    """
+    return -((p * log_q).sum(-1) * weight).sum(), (weight * p.sum(-1)).sum()
 
 
 def dspark_logits(drafter: BlockDrafter, blocks: Blocks) -> tuple[Tensor, Tensor | None]:
@@ -90,9 +96,7 @@ def dflash(
     result.terms["ce"] = (1.0, (truth * weight * named).sum(), (weight * named).sum())
     if options.soft:
         p = blocks.gather(reference.probabilities(batch))
-        within = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
-        share = weight * p.sum(-1)
-        result.terms["soft"] = (options.soft, (-(within * log_q).sum(-1) * share).sum(), share.sum())
+        result.terms["soft"] = (options.soft, *_soft(p, log_q, weight))
     drafted = logits.argmax(-1)
     if drafter.config.selector is not None:
         scores, ids = selector_scores(drafter, blocks, logits)

@@ -6,14 +6,15 @@ and perhaps the first words, it goes on; no data set is needed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from specc.errors import InputError
+from specc.prompts import Prompt, read_prompts
 
 OPENERS: dict[str, tuple[str, ...]] = {
     "chat": (
@@ -139,31 +140,24 @@ class Evaluation:
         return close
 
 
-def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
-    """Return the conversations of a JSONL file: ``messages``, or ``prompt`` with the text of one user turn."""
-    conversations = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError("prompts", f"{path}:{number}", "one JSON object a line") from error
-        conversations.append(_messages(item, f"{path}:{number}"))
-    if not conversations:
-        raise InputError("prompts", str(path), "at least one prompt")
-    return conversations
+def read_conversations(path: str | Path) -> list[list[dict[str, str]]]:
+    """Return the conversations of a file or folder that `specc.prompts.read_prompts` reads; each ends with a user turn.
+
+    Raises:
+        InputError: No such file, or a conversation that the target cannot answer.
+        ArtifactError: A line of a file is wrong.
+    """
+    return [_messages(prompt, path) for prompt in read_prompts(path)]
 
 
-def _messages(item: Any, where: str) -> list[dict[str, str]]:
-    if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-        return [{"role": "user", "content": item["prompt"]}]
-    messages = item.get("messages") if isinstance(item, dict) else None
-    if not isinstance(messages, list) or not messages or messages[-1].get("role") != "user":
-        raise InputError(
-            "prompts", where, "an object with `prompt`, or with `messages` that end with a user turn"
-        )
-    return [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+def _messages(prompt: Prompt, path: str | Path) -> list[dict[str, str]]:
+    content = prompt.content
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    if isinstance(content, Tensor) or content[-1]["role"] != "user":
+        wanted = "a text, or messages that end with a user turn"
+        raise InputError("prompts", f"{prompt.name} of {path}", wanted)
+    return [{"role": str(m["role"]), "content": str(m["content"])} for m in content]
 
 
 def text_of(messages: Sequence[dict[str, str]]) -> str:
@@ -175,8 +169,7 @@ def read_evaluation(path: str | Path | None) -> Evaluation:
     """Return the evaluation set of a JSONL file or a folder of them; None = nothing to keep out."""
     if path is None:
         return Evaluation(())
-    where = Path(path)
-    files = sorted(where.glob("*.jsonl")) if where.is_dir() else [where]
-    if not files or not files[0].is_file():
-        raise InputError("avoid", str(path), "a JSONL file of prompts, or a folder that holds some")
-    return Evaluation(text_of(messages) for file in files for messages in read_prompts(file))
+    try:
+        return Evaluation(text_of(messages) for messages in read_conversations(path))
+    except InputError as error:
+        raise InputError("avoid", str(path), f"prompts in JSON lines: {error}") from error

@@ -182,7 +182,7 @@ def collect(
             raise InputError("data", str(folder), f"shards of the taps {taps}; these have {facts['taps']}")
     if have and (sum(f["answer_tokens"] for f in have) >= wanted or options.prompts is not None):
         return
-    user = prompting.read_prompts(options.prompts) if options.prompts is not None else None
+    user = prompting.read_conversations(options.prompts) if options.prompts is not None else None
     plan = DataPlan(
         wanted,
         options.answer_tokens,

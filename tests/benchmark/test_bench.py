@@ -153,9 +153,11 @@ def test_kinds_blocks_and_charts(tmp_path: Path) -> None:
             "messages": [{"role": "user", "content": "w7 w8 w7 w8"}],
             "max_new_tokens": 6,
         }
-        for i, kind in enumerate(("list", "chat"))
+        for i, kind in enumerate(("list", "list", "chat"))
     ]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    (tmp_path / "prompts").mkdir()
+    for number, line in enumerate(lines):
+        (tmp_path / "prompts" / f"{number}.jsonl").write_text(json.dumps(line))
     from specc.models.load import load_target
     from tests.tiny import tiny_tokenizer
 
@@ -166,7 +168,8 @@ def test_kinds_blocks_and_charts(tmp_path: Path) -> None:
         noisy_copy(model),
         methods=("plain", "draft_model"),
         blocks=(1, 2),
-        prompts=tmp_path / "prompts.jsonl",
+        prompts=tmp_path / "prompts",
+        each=1,
         repeats=1,
         backend="eager",
         plot=tmp_path / "charts",
@@ -178,6 +181,8 @@ def test_kinds_blocks_and_charts(tmp_path: Path) -> None:
         ("draft_model", 2),
     ]
     assert [row["category"] for row in report.by_category] == ["list"] * 3 + ["chat"] * 3
+    assert report.settings["prompts"] == 2
+    assert [len((row["acceptance"] or "").split()) for row in report.by_category] == [0, 1, 2] * 2
     assert sorted(p.name for p in (tmp_path / "charts").iterdir()) == [
         "acceptance_by_position.png",
         "speedup_by_block.png",

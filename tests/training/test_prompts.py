@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specc.errors import InputError
-from specc.training.prompts import Evaluation, Seen, fault, read_evaluation, read_prompts, text_of
+from specc.training.prompts import Evaluation, Seen, fault, read_conversations, read_evaluation, text_of
 
 QUESTION = "How do I keep tomato plants alive through a long dry summer in the south"
 
@@ -58,12 +58,13 @@ def test_overlap_flags_every_evaluation_prompt(tmp_path: Path) -> None:
     assert not Evaluation(()).is_close(QUESTION)
 
 
-def test_read_prompts(tmp_path: Path) -> None:
+def test_read_conversations(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a b"}\n\n{"messages": [{"role": "user", "content": "c d"}]}\n')
-    assert [text_of(m) for m in read_prompts(file)] == ["a b", "c d"]
-    file.write_text('{"prompt": "a b"}\n{"messages": [{"role": "assistant", "content": "c"}]}\n')
-    with pytest.raises(InputError, match=r"p\.jsonl:2"):
-        read_prompts(file)
+    assert [text_of(m) for m in read_conversations(file)] == ["a b", "c d"]
+    assert [text_of(m) for m in read_conversations(tmp_path)] == ["a b", "c d"]
+    file.write_text('{"prompt": "a b"}\n{"id": "x", "messages": [{"role": "assistant", "content": "c"}]}\n')
+    with pytest.raises(InputError, match=r"x of .*p\.jsonl"):
+        read_conversations(file)
     with pytest.raises(InputError, match="avoid"):
         read_evaluation(tmp_path / "absent")

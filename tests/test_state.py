@@ -18,6 +18,7 @@ from tests.rig import Rig, drafters, generate, loaded, own_text, padded, recorde
 from tests.tiny import tiny_model
 
 SAME_ROWS = 1e-5  # float32 kernels round differently for other row counts
+TWO_RUNS = 2e-5  # two runs, each that close to exact rows
 LENGTHS = (5, 17, 11)
 COUNT = 24
 
@@ -28,7 +29,7 @@ def prompts(lengths: Sequence[int] = LENGTHS, vocab: int = 96) -> list[list[int]
 
 
 @functools.cache
-def rig(slots: int = 3, feed: int = 16, capacity: int = 64, arch: str = "llama") -> Rig:
+def rig(arch: str = "llama", slots: int = 4, feed: int = 16, capacity: int = 64) -> Rig:
     return Rig(arch, "draft_model", loaded(arch).module, slots=slots, feed=feed, capacity=capacity)
 
 
@@ -46,33 +47,38 @@ def rows_of(compiled: Compiled, slot: int, count: int, owners: Sequence[str]) ->
     }
 
 
-def assert_as_prefilled(compiled: Compiled, fresh: Compiled, behind: int) -> None:
-    """Compare every slot's committed rows with those of a prefill of its whole text.
+def assert_as_prefilled(compiled: Compiled, slots: int, behind: int) -> None:
+    """Compare every slot's committed rows with those of a prefill of its whole text, in a slot full of NaN.
 
     The drafter's last ``behind`` committed rows run with the next draft.
     """
-    for slot in range(compiled.engine.slots):
+    state = compiled.engine.state
+    seen = []
+    for slot in range(slots):
         history = compiled.engine.history(slot).tolist()
-        fresh.engine.state.state["length"].zero_()
-        fresh.generate(torch.tensor([history]), max_new_tokens=1, eos_token_id=None)
-        for owners, count in ((["cache"], len(history) - 1), (["method"], len(history) - behind)):
-            found, expected = rows_of(compiled, slot, count, owners), rows_of(fresh, 0, count, owners)
-            assert found
-            for name, rows in found.items():
+        counts = {"cache": len(history) - 1, "method": len(history) - behind}
+        seen.append((history, counts, {o: rows_of(compiled, slot, n, [o]) for o, n in counts.items()}))
+    for history, counts, found in seen:
+        state.state["length"].zero_()
+        for tensor in (*state.cache.values(), *state.method.values()):
+            if tensor.is_floating_point():
+                tensor[0] = float("nan")
+        compiled.generate(torch.tensor([history]), max_new_tokens=1, eos_token_id=None)
+        for owner, count in counts.items():
+            expected = rows_of(compiled, 0, count, [owner])
+            assert expected
+            for name, rows in found[owner].items():
                 torch.testing.assert_close(rows, expected[name], atol=SAME_ROWS, rtol=SAME_ROWS, msg=name)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-@pytest.mark.parametrize("block", [2, 5])
-def test_committed_rows_equal_a_fresh_prefill(arch, block):
-    compiled = rig(arch=arch).at(block, noisy(arch))
+def test_committed_rows_equal_a_fresh_prefill(arch):
+    compiled = rig(arch).at(3, noisy(arch))
     with recorded(compiled) as steps:
         generate(compiled, prompts(), COUNT, eos_token_id=None)
-    seen = {r.accepted for key, records in steps if key.block for r in records if r.tokens}
-    assert 0 in seen, "accept patterns are missing"
-    assert len(seen) >= 3, "accept patterns are missing"
-    fresh = Rig(arch, "draft_model", noisy(arch), slots=1, feed=64, capacity=64).at(block)
-    assert_as_prefilled(compiled, fresh, behind=2)
+    seen = {r.accepted for key, records in steps if key.block for r in records if r.drafted}
+    assert seen == {0, 1, 2, 3}, "accept patterns are missing"
+    assert_as_prefilled(compiled, len(LENGTHS), behind=2)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +91,20 @@ def test_committed_rows_equal_a_fresh_prefill(arch, block):
     ],
 )
 def test_drafter_state_equals_a_fresh_prefill(method, drafter, target):
-    model = oracles.target(target)
-    options: dict[str, Any] = {"method": method, "max_length": 64, "backend": "eager"}
-    compiled = specc.compile(model, oracles.folder(drafter), batch=2, **options)
+    compiled = specc.compile(
+        oracles.target(target),
+        oracles.folder(drafter),
+        method=method,
+        batch=2,
+        max_length=64,
+        backend="eager",
+    )
     generator = torch.Generator().manual_seed(2)
     ids, mask = padded([torch.randint(3, 60, (n,), generator=generator).tolist() for n in (5, 9)])
     with recorded(compiled) as steps:
         compiled.generate(ids, mask, max_new_tokens=COUNT, eos_token_id=None)
-    assert len({r.accepted for key, records in steps if key.block for r in records if r.tokens}) > 1
-    assert_as_prefilled(compiled, specc.compile(model, oracles.folder(drafter), **options), behind=2)
+    assert len({r.accepted for key, records in steps if key.block for r in records if r.drafted}) > 1
+    assert_as_prefilled(compiled, 2, behind=2)
 
 
 def poison(compiled: Compiled, key: StepKey) -> None:
@@ -113,9 +124,9 @@ def poison(compiled: Compiled, key: StepKey) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 3])
-@pytest.mark.parametrize("arch", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss"])
 def test_nan_in_garbage_rows_changes_no_token(arch, block, monkeypatch):
-    compiled = Rig(arch, "draft_model", noisy(arch), slots=4, feed=16, capacity=64).at(block)
+    compiled = rig(arch).at(block, noisy(arch))
     expected = generate(compiled, prompts(), COUNT)
     compiled.engine.state.state["length"].zero_()
     real, poisoned = compiled.engine.step, []
@@ -165,17 +176,19 @@ def test_addresses_never_change():
             assert given.kind == "setting" or tensor.data_ptr() == before[name], name
 
 
-@pytest.mark.parametrize("feed", [3, 7])
-def test_chunked_prefill_equals_whole(feed):
-    whole, chunked = rig(feed=64).at(3, noisy()), rig(feed=feed).at(3, noisy())
+def test_chunked_prefill_equals_whole():
+    whole, chunked = rig(feed=40).at(3, noisy()), rig(feed=3).at(3, noisy())
+    with recorded(whole) as steps:
+        expected_text = generate(whole, prompts(), COUNT)
+    assert sum(bool(key.feed) for key, _ in steps) == 1
     with recorded(chunked) as steps:
-        assert generate(chunked, prompts(), COUNT) == generate(whole, prompts(), COUNT)
-    assert sum(bool(key.feed) for key, _ in steps) >= sum(LENGTHS) // feed
+        assert generate(chunked, prompts(), COUNT) == expected_text == own_text("llama", prompts(), COUNT)
+    assert sum(bool(key.feed) for key, _ in steps) >= sum(n - 1 for n in LENGTHS) // 3
     for slot in range(3):
         count = len(chunked.engine.history(slot)) - 2
         expected = rows_of(whole, slot, count, ["cache", "method"])
         for name, rows in rows_of(chunked, slot, count, ["cache", "method"]).items():
-            torch.testing.assert_close(rows, expected[name], atol=SAME_ROWS, rtol=SAME_ROWS, msg=name)
+            torch.testing.assert_close(rows, expected[name], atol=TWO_RUNS, rtol=TWO_RUNS, msg=name)
 
 
 def test_left_padding_means_nothing():
@@ -193,7 +206,7 @@ def test_left_padding_means_nothing():
 
 def test_more_prompts_than_slots():
     many = prompts((4, 30, 9, 1, 2, 12, 21))
-    assert generate(rig(slots=2, feed=7).at(3, noisy()), many, COUNT) == own_text("llama", many, COUNT)
+    assert generate(rig(feed=3).at(3, noisy()), many, COUNT) == own_text("llama", many, COUNT)
 
 
 def test_a_slot_is_bit_equal_whatever_the_others_do():
@@ -217,45 +230,38 @@ def test_a_slot_is_bit_equal_whatever_the_others_do():
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 8])
 def test_the_last_rows_of_the_cache(room):
     """The capacity ends inside a block, at its end, or before it begins."""
-    prompt = prompts((12,))[0]
-    compiled = rig(slots=2, capacity=12 + room).at(3, loaded().module)
+    prompt = prompts((20 - room,))[0]
+    compiled = rig(slots=2, capacity=20).at(3, loaded().module)
     out = compiled.generate(torch.tensor([prompt]), return_dict_in_generate=True, eos_token_id=None)
-    assert out.sequences[0, 12:].tolist() == own_text("llama", [prompt], 8)[0][:room]
+    assert out.sequences[0, len(prompt) :].tolist() == own_text("llama", [prompt], room)[0]
     assert out.finish_reasons == ("length",)
     assert out.stats.tokens == room
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-@pytest.mark.parametrize("block", [0, 3])
-def test_the_last_positions_of_the_model(arch, block):
+def test_the_last_positions_of_the_model():
     """A learned position table ends there: rows beyond must not reach it."""
-    key = "n_positions" if arch == "gpt2" else "max_position_embeddings"
-    model = tiny_model(arch, **{key: 24})
-    compiled = specc.compile(model, model, method="draft_model", block=block, batch=2, backend="eager")
-    assert compiled.max_length == 24
+    model = tiny_model("gpt2", n_positions=24)
+    own = Rig("gpt2", "draft_model", model, slots=2, capacity=24, overrides={"n_positions": 24})
     ids, mask = padded(prompts((3, 20)))
-    out = compiled.generate(ids, mask, eos_token_id=None)[:, 20:].tolist()
-    for row, prompt in zip(out, prompts((3, 20)), strict=True):
-        count = 24 - len(prompt)
-        one = torch.tensor([prompt])
-        own = model.generate(
-            one, attention_mask=torch.ones_like(one), max_new_tokens=count, eos_token_id=None
-        )
-        assert row[:count] == own[0, len(prompt) :].tolist()
+    for block in (0, 3):
+        out = own.at(block, model).generate(ids, mask, eos_token_id=None)[:, 20:].tolist()
+        for row, prompt in zip(out, prompts((3, 20)), strict=True):
+            count = 24 - len(prompt)
+            one = torch.tensor([prompt])
+            text = model.generate(
+                one, attention_mask=torch.ones_like(one), max_new_tokens=count, eos_token_id=None
+            )
+            assert row[:count] == text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_a_drafter_whose_positions_end_first(arch):
-    target = loaded(arch).module
-    key = "n_positions" if arch == "gpt2" else "max_position_embeddings"
-    drafter = tiny_model(arch, **{key: 16})
+def test_a_drafter_whose_positions_end_first():
+    target = loaded("gpt2").module
+    drafter = tiny_model("gpt2", n_positions=16)
     weights = {n: w[:16] if w.shape[:1] == (256,) else w for n, w in target.state_dict().items()}
     drafter.load_state_dict(weights)
-    compiled = specc.compile(
-        target, drafter, method="draft_model", block=3, batch=2, backend="eager", max_length=64
-    )
+    compiled = Rig("gpt2", "draft_model", drafter, slots=2, capacity=64).at(3)
     with recorded(compiled) as steps:
-        assert generate(compiled, prompts((5, 30)), COUNT) == own_text(arch, prompts((5, 30)), COUNT)
+        assert generate(compiled, prompts((5, 30)), COUNT) == own_text("gpt2", prompts((5, 30)), COUNT)
     first, second = ([r[slot] for key, r in steps if key.block and r[slot].tokens] for slot in (0, 1))
     assert any(r.accepted for r in first)
     assert not any(r.drafted for r in second)
