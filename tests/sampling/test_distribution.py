@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from specc.contracts import Draft, Proposal
-from specc.sampling import SamplingContext, bind_all, fit, process
+from specc.sampling import WARPERS, SamplingContext, bind_all, fit, frequency_penalty, process
 from specc.sampling import accept as accept_module
 from specc.sampling.accept import accept
 from specc.sampling.draw import Drawer
 from specc.sampling.rng import Stream
+from tests import chi_square
 
 VOCAB, EMITTED, DRAWS = 4, 3, 20_000
-LIMIT = 1e-4 / 100  # Bonferroni: fewer than a hundred chi-square tests here
+EOS = 3
+LIMIT = 1e-4 / 200  # Bonferroni: fewer than two hundred chi-square tests here
 _GENERATOR = torch.Generator().manual_seed(5)
 TARGET = torch.randn(VOCAB, VOCAB, generator=_GENERATOR)  # logits of the next token by the last one
 DRAFTER = TARGET + torch.randn(VOCAB, VOCAB, generator=_GENERATOR)
@@ -50,12 +52,11 @@ def _propose(kind: str, draw: Drawer, last: Tensor, block: int) -> Draft:
 
 
 def run(
-    kind: str, block: int, settings: dict[str, float], rule="ratio", *,
+    kind: str, block: int, settings: dict[str, Any], rule="ratio", *,
     draws: int = DRAWS, draft_fault=None, logits_fault=None,
 ) -> Tensor:  # fmt: skip
     """Return the emitted tokens, int64 [draws, 3]; every slot starts from token 0 with its own seed."""
-    values, families = bind_all(settings, vocab=VOCAB, do_sample=True)
-    columns = fit(values, families)
+    columns, families = _bound(settings)
     seeds = torch.arange(draws) * 7919 + 3
     out = torch.zeros((draws, EMITTED + block + 1), dtype=torch.int64)
     lengths = torch.ones(draws, dtype=torch.int64)
@@ -74,7 +75,7 @@ def run(
         raw = TARGET[torch.cat([last[:, None], draft.tokens], 1)]
         context = SamplingContext(
             tokens, length, torch.ones_like(length), draft.tokens, settings_now,
-            torch.full((len(live), 1), -1), torch.full_like(length, 1 << 30),
+            torch.full((len(live), 1), EOS), torch.full_like(length, 1 + EMITTED),
         )  # fmt: skip
         logits = process(raw, context, families)
         if logits_fault:
@@ -88,31 +89,32 @@ def run(
     return out[:, 1 : EMITTED + 1]
 
 
-def expected(settings: dict[str, float]) -> Tensor:
-    """Return the exact joint probabilities, float64 [vocab, vocab, vocab]."""
-    values, families = bind_all(settings, vocab=VOCAB, do_sample=True)
-    columns = {
-        name: value.expand(VOCAB, *value.shape).clone() for name, value in fit(values, families).items()
-    }
-    one = torch.ones(VOCAB, dtype=torch.int64)
-    context = SamplingContext(
-        torch.zeros((VOCAB, 4), dtype=torch.int64), one, one, torch.zeros((VOCAB, 0), dtype=torch.int64),
-        columns, torch.full((VOCAB, 1), -1), one * 100,
-    )  # fmt: skip
-    step = process(TARGET[:, None], context, families)[:, 0].double().softmax(1)
-    return step[0][:, None, None] * step[:, :, None] * step[None]
+def _bound(settings: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    values, families = bind_all({"temperature": 1.0} | settings, vocab=VOCAB, do_sample=True, eos=(EOS,))
+    return dict(fit(values, families)), families
 
 
-def p_value(tokens: Tensor, settings: dict[str, float]) -> float:
-    chance = expected(settings).flatten() * DRAWS
-    counts = torch.bincount((tokens * torch.tensor([16, 4, 1])).sum(1), minlength=64).double()
-    if bool((counts[chance == 0] > 0).any()):
-        return 0.0  # emitted what cannot be
-    rare = chance < 5
-    cells = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    ideal = torch.cat([chance[~rare], chance[rare].sum()[None]])
-    cells, ideal = cells[ideal > 1e-6], ideal[ideal > 1e-6]
-    return float(stats.chisquare(cells.numpy(), (ideal / ideal.sum() * DRAWS).numpy()).pvalue)
+def expected(settings: dict[str, Any]) -> Tensor:
+    """Return the exact joint probabilities, float64 [vocab, vocab, vocab]: every history's next token by itself."""
+    columns, families = _bound(settings)
+    joint = torch.ones((), dtype=torch.float64)
+    for emitted in range(EMITTED):
+        histories = torch.tensor([[0, *ids] for ids in itertools.product(range(VOCAB), repeat=emitted)])
+        count = len(histories)
+        length = torch.full((count,), 1 + emitted)
+        context = SamplingContext(
+            torch.cat([histories, torch.zeros((count, EMITTED), dtype=torch.int64)], 1), length,
+            torch.ones_like(length), torch.zeros((count, 0), dtype=torch.int64),
+            {name: value.expand(count, *value.shape) for name, value in columns.items()},
+            torch.full((count, 1), EOS), torch.full_like(length, 1 + EMITTED),
+        )  # fmt: skip
+        step = process(TARGET[histories[:, -1]][:, None], context, families)[:, 0].double().softmax(1)
+        joint = joint[..., None] * step.view(*[VOCAB] * (emitted + 1))
+    return joint
+
+
+def p_value(tokens: Tensor, settings: dict[str, Any]) -> float:
+    return chi_square.p_value(tokens, expected(settings))
 
 
 @pytest.mark.parametrize("block", [1, 3])
@@ -127,6 +129,57 @@ def test_ratio_keeps_the_joint_distribution(kind, block, temperature):
 def test_ratio_keeps_it_with_cut_tails(kind, block):
     assert (expected(CUT) == 0).any()
     assert p_value(run(kind, block, CUT), CUT) > LIMIT
+
+
+EACH = {
+    "bad_words_ids": [[1], [2, 2]],
+    "begin_suppress_tokens": [0, 1],
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "forced_eos_token_id": EOS,
+    "frequency_penalty": 1.5,
+    "logit_bias": {1: 1.0, 2: -1.5},
+    "min_length": 3,
+    "min_new_tokens": 2,
+    "min_p": 0.15,
+    "no_repeat_ngram_size": 2,
+    "presence_penalty": 1.5,
+    "repetition_penalty": 2.0,
+    "sequence_bias": [[[1], 1.0], [[2, 2], 3.0]],
+    "suppress_tokens": [2],
+    "temperature": 1.4,
+    "top_k": 2,
+    "top_p": 0.85,
+    "typical_p": 0.8,
+}
+
+
+def test_every_setting_is_tried():
+    assert set(EACH) == {warper.name for warper in WARPERS}
+    for name, value in EACH.items():
+        moved = (expected({name: value}) - expected(PLAIN)).abs().sum()
+        assert moved > 0.09, f"{name} changes too little to be seen"
+        assert (expected({name: value}) > 1e-3).sum() >= 4, f"{name} leaves too little to chance"
+
+
+@pytest.mark.parametrize(("name", "kind"), zip(EACH, itertools.cycle(KINDS), strict=False))
+def test_ratio_keeps_it_under_each_setting(name, kind):
+    settings = {name: EACH[name]}
+    assert p_value(run(kind, 3, settings), settings) > LIMIT
+
+
+def test_a_penalty_that_does_not_count_drafts_is_seen(monkeypatch):
+    """An approximation that engines make: every row of a block is judged by the history before the block."""
+    real = frequency_penalty.change_by_count
+
+    def blind(logits, context, start, change):
+        nothing = torch.full_like(context.draft, -1)
+        return real(logits, replace(context, draft=nothing), start, change)
+
+    settings = {"frequency_penalty": 1.5}
+    exact = expected(settings)
+    monkeypatch.setattr(frequency_penalty, "change_by_count", blind)
+    assert chi_square.p_value(run("dense", 3, settings), exact) < LIMIT
 
 
 @pytest.mark.parametrize(
