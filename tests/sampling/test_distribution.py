@@ -162,7 +162,7 @@ def test_every_setting_is_tried():
         assert (expected({name: value}) > 1e-3).sum() >= 4, f"{name} leaves too little to chance"
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(EACH, itertools.cycle(KINDS), strict=False))
+@pytest.mark.parametrize(("name", "kind"), list(zip(EACH, itertools.cycle(KINDS), strict=False)))
 def test_ratio_keeps_it_under_each_setting(name, kind):
     settings = {name: EACH[name]}
     assert p_value(run(kind, 3, settings), settings) > LIMIT
