@@ -42,6 +42,10 @@ def train(
             help="Target states read, as numbers of layers before them: 2,15,28. Default: three, spread."
         ),
     ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train this drafter further; its sizes and taps are its own."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 4,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     soft: Annotated[
@@ -78,7 +82,7 @@ def train(
     report = api.train(
         model, method=method, output=output, prompts=prompts, tokens=tokens, minutes=minutes, steps=steps,
         draft_vocab=draft_vocab, layers=layers, block=block, markov_rank=markov_rank, selector_rank=selector_rank,
-        taps=chosen, batch=batch, rate=rate, seed=seed, avoid=avoid, data=data, resume=resume,
+        taps=chosen, start=start, batch=batch, rate=rate, seed=seed, avoid=avoid, data=data, resume=resume,
         loss=LossOptions(soft=soft), dtype=dtype, device=device, backend=backend, say=console.say,
         command=_command(context),
     )  # fmt: skip

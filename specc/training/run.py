@@ -28,7 +28,7 @@ from specc.training.loop import Plan, Trainer
 from specc.training.packing import collate
 from specc.training.record import TargetRunner
 from specc.training.shards import list_shards, read_facts
-from specc.training.start import METHODS, Sizes
+from specc.training.start import METHODS, Sizes, go_on_from
 from specc.training.terms import LossOptions
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class TrainOptions:
         tokens: Answer tokens of data; what is in the cache already counts.
         minutes, steps: When training ends, whichever comes first; data takes its own time before.
         draft_vocab, layers, block, markov_rank, selector_rank, taps: See `training.start.Sizes`.
+        start: A finished drafter's folder to train further, in a run of its own: sizes and taps are its own.
         resume: Go on with the run in ``output``.
         avoid: Evaluation prompts, a JSONL file or a folder of them, that nothing trained on may resemble.
         data: The folder of shards; None = in the cache, by the target's fingerprint and the taps.
@@ -69,6 +70,7 @@ class TrainOptions:
     markov_rank: int = 32
     selector_rank: int = 32
     taps: tuple[int, ...] | None = None
+    start: Path | str | None = None
     resume: bool = False
     avoid: Path | str | None = None
     data: Path | str | None = None
@@ -122,7 +124,10 @@ def train_drafter(
         options.markov_rank,
         options.selector_rank,
         options.taps,
+        None if options.start is None else str(options.start),
     )
+    if sizes.start is not None:
+        sizes = replace(sizes, taps=go_on_from(sizes, target)[0].taps)
     taps = sizes.resolved_taps(target.info.layers)
     folder = data_folder(target, taps, options)
     if _rank() == 0:
@@ -234,7 +239,8 @@ def _report(
     parameters = list(trainer.module.parameters())
     return {
         "target": trainer.target.info.name, "fingerprint": trainer.target.fingerprint, "method": options.method,
-        "block": options.block, "taps": list(trainer.info.taps), "data_tokens": sum(f["answer_tokens"] for f in facts),
+        "block": trainer.info.block, "taps": list(trainer.info.taps),
+        "data_tokens": sum(f["answer_tokens"] for f in facts),
         "data_answers": sum(len(f["prompts"]) for f in facts),
         "data_source": "prompts of a file" if options.prompts is not None else "prompts included",
         "flagged": sum(f["flagged"] for f in facts), "checked": sum(f["checked"] for f in facts),

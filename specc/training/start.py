@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specc.checkpoints import read_drafter
 from specc.contracts import DrafterInfo
 from specc.drafters.block import BlockConfig, BlockDrafter
 from specc.drafters.convolution import ConvolutionConfig
@@ -45,6 +46,7 @@ class Sizes:
         markov_rank: DSpark's sequential head; 0 = none.
         selector_rank: DFlash 2's codebooks.
         taps: Target states read, each "after j layers"; None = three of them, spread.
+        start: A drafter's folder to go on from; what it is made of is then its own, not as asked for here.
     """
 
     method: str
@@ -54,6 +56,7 @@ class Sizes:
     markov_rank: int = 32
     selector_rank: int = 32
     taps: tuple[int, ...] | None = None
+    start: str | None = None
 
     def resolved_taps(self, layers: int) -> tuple[int, ...]:
         """Return the taps: the ones given, else after 2 layers, half of them, and two before the last."""
@@ -158,12 +161,34 @@ def make_drafter(
         raise UnknownNameError("method to train", sizes.method, METHODS)
     if sizes.method == "dflash2" and sizes.draft_vocab is not None:
         raise InputError("draft_vocab", sizes.draft_vocab, "None for dflash2: its codebooks name target ids")
+    if sizes.start is not None:
+        return go_on_from(sizes, target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ids = choose_vocabulary(counts, sizes.draft_vocab)
         if sizes.method == "eagle3":
             return _eagle3(sizes, target, ids)
         return _block(sizes, target, ids, choose_mask(target, counts))
+
+
+def go_on_from(sizes: Sizes, target: LoadedModel) -> tuple[DrafterInfo, nn.Module]:
+    """Return the drafter in ``sizes.start``, ready to be trained further; its head stays as frozen as it was.
+
+    Raises:
+        InputError: Taps were asked for that it does not read.
+        ArtifactError, UnsupportedError: The folder holds no drafter of this method for this target.
+    """
+    assert sizes.start is not None
+    bundle = read_drafter(sizes.start, target.info, sizes.method)
+    if sizes.taps is not None and tuple(sizes.taps) != bundle.info.taps:
+        raise InputError("taps", sizes.taps, f"none, or those that {sizes.start} reads: {bundle.info.taps}")
+    bundle.module.requires_grad_()
+    config: Any = bundle.info.config
+    if config.own_head:
+        bundle.module.get_submodule("lm_head").requires_grad_(requires_grad=False)
+    return replace(
+        bundle.info, name=f"{target.info.name}-{sizes.method}", layout="speculators"
+    ), bundle.module
 
 
 def _info(

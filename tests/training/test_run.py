@@ -178,3 +178,25 @@ def test_two_processes_equal_one(target: LoadedModel, data: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(v) for v in done.stdout.split("LOSSES")[1].split()]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_a_finished_drafter_is_trained_further(
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
+) -> None:
+    first = make(target, data, tmp_path / "first", 6, method)
+    first.run()
+    sizes = Sizes(
+        method, 2, 5, None, 8, 8, None, str(tmp_path / "first")
+    )  # all but the method is the drafter's
+    again = Trainer(target, sizes, replace(first.plan, steps=2), LOSS, data, tmp_path / "again")
+    reached, begins = first.history.held_out[-1]["loss"], again.measure()["loss"]
+    assert abs(begins - reached) < 0.02 * abs(reached)  # bfloat16 is what was written
+    assert again.info.config == first.info.config
+    before = {n: p.detach().clone() for n, p in again.module.named_parameters()}
+    again.run()
+    moved = {n for n, p in again.module.named_parameters() if not torch.equal(p, before[n])}
+    assert "fc.weight" in moved
+    assert not {"lm_head.weight", "embed_tokens.weight"} & moved
+    with pytest.raises(InputError, match="taps"):
+        Trainer(target, replace(sizes, taps=(1, 2)), first.plan, LOSS, data, tmp_path / "third")
