@@ -25,6 +25,9 @@ def train(
             metavar="N", min=1, help="Answer tokens of data, the cache's included. Default: 200000."
         ),
     ] = None,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Answers made at once; more are faster as long as memory lasts.")
+    ] = 32,
     minutes: Annotated[
         float | None, typer.Option(metavar="M", help="Minutes of training; making data takes its own.")
     ] = None,
@@ -80,7 +83,7 @@ def train(
 
     chosen = tuple(int(part) for part in taps.split(",")) if taps else None
     report = api.train(
-        model, method=method, output=output, prompts=prompts, tokens=tokens, minutes=minutes, steps=steps,
+        model, method=method, output=output, prompts=prompts, tokens=tokens, slots=slots, minutes=minutes, steps=steps,
         draft_vocab=draft_vocab, layers=layers, block=block, markov_rank=markov_rank, selector_rank=selector_rank,
         taps=chosen, start=start, batch=batch, rate=rate, seed=seed, avoid=avoid, data=data, resume=resume,
         loss=LossOptions(soft=soft), dtype=dtype, device=device, backend=backend, say=console.say,
