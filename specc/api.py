@@ -20,7 +20,7 @@ from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.loading import load
 from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
-from specc.pairing import find_drafter
+from specc.pairing import default_block, find_drafter
 from specc.prompts import built_in_prompts, read_prompts
 from specc.runtime import bitwise
 from specc.runtime.compiled import Compiled
@@ -155,7 +155,7 @@ def compile(
     logger.info("backend %s (%s)", runner.name, why)
     bundle = find_drafter(chosen, target, drafter)
     info = bundle.info if bundle is not None else None
-    length = block_length(chosen, options.block, bundle)
+    length = default_block(chosen, info) if options.block is None else options.block
     # Plain decoding drafts nothing, but with exact="bitwise" it runs as many rows as the block has.
     drafts = 0 if exact and chosen.name == "plain" else length
     reasons = chosen.reject(target.info, info, drafts) if length or chosen.name == "plain" else ()
@@ -289,7 +289,7 @@ def train(
         output: the drafter's folder, in the speculators layout; a run's state is kept inside it.
         say: takes lines of progress; None = the log.
         **options: see `specc.training.run.TrainOptions`: prompts, tokens, minutes, steps, draft_vocab, layers, block,
-            markov_rank, taps, resume, avoid, batch, rate, seed, ... An end, ``minutes`` or ``steps``, is needed.
+            markov_rank, taps, start, resume, avoid, batch, rate, seed, ... An end, ``minutes`` or ``steps``, is needed.
 
     Raises:
         InputError, UnknownNameError, UnsupportedError, ArtifactError: before any work is done.
@@ -352,14 +352,6 @@ def resolve_method(method: str | Method) -> Method:
         wanted = "a method's name or an object with contracts.Method's members"
         raise InputError("method", type(given).__name__, wanted)
     return method
-
-
-def block_length(method: Method, block: int | None, bundle: DrafterBundle | None) -> int:
-    """Return the block to use: the one asked for, else what the drafter was made for, else the default."""
-    if block is not None:
-        return block
-    made = method.blocks(bundle.info if bundle is not None else None)
-    return method.default_block if made is None else made
 
 
 def switch_length(target: LoadedModel) -> int | None:

@@ -75,6 +75,7 @@ class DrafterInfo:
     block: int | None  # the block it was trained for, in draft tokens
     mask_token: int | None = None
     config: object = None
+    proposed: int | None = None  # draft tokens a step that its makers propose; None = the whole block
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,16 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
     return bundle
 
 
+def default_block(method: Method, info: DrafterInfo | None) -> int:
+    """Return the draft tokens a step where none are asked for: what its makers propose, else the whole block."""
+    if info is not None and info.proposed is not None:
+        return info.proposed
+    made = method.blocks(info)
+    if made is None and info is not None:
+        made = info.block  # what a chain was trained or proposed for: no limit, but the best guess
+    return method.default_block if made is None else made
+
+
 def _shipped(method: Method, target: LoadedModel) -> Path:
     folder = SHIPPED / target.info.name / method.name
     if folder.is_dir():

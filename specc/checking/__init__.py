@@ -18,7 +18,7 @@ from specc.checking.report import Finding, Probe, Reading, Report
 from specc.contracts import DrafterBundle, Method
 from specc.errors import ArtifactError, SpeccError, UnsupportedError
 from specc.models.load import LoadedModel, load_target
-from specc.pairing import find_drafter
+from specc.pairing import default_block, find_drafter
 from specc.prompts import Prompt, built_in_prompts, read_prompts, suits
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def check_pair(
     measured = None
     if bundle is not None:
         facts["drafter"] = _drafter_facts(bundle)
-        wanted = _block(chosen, bundle, block)
+        wanted = default_block(chosen, bundle.info) if block is None else block
         findings += [
             Finding("stops", "pair", reason) for reason in chosen.reject(target.info, bundle.info, wanted)
         ]
@@ -155,11 +155,6 @@ def _stops(subject: str, error: Exception) -> list[Finding]:
             "stops", subject, f"{type(error).__name__}: {error}. This is a fault in specc: please report it."
         )
     ]
-
-
-def _block(method: Method, bundle: DrafterBundle, block: int | None) -> int:
-    made = method.blocks(bundle.info)
-    return block if block is not None else method.default_block if made is None else made
 
 
 def _folder_path(method: Method, target: LoadedModel, drafter: Any) -> Path | None:

@@ -140,7 +140,9 @@ def _rope(target: LoadedModel, bundle: DrafterBundle) -> Iterator[Item]:
 def _block(method: Method, bundle: DrafterBundle) -> Iterator[Item]:
     made = method.blocks(bundle.info)
     if made is not None:
-        yield "note", "block", f"made to draft {made} tokens per step; fewer work too, more do not"
+        proposed = bundle.info.proposed
+        asked = f", its makers propose {proposed}" if proposed not in (None, made) else ""
+        yield "note", "block", f"made to draft {made} tokens per step{asked}; fewer work too, more do not"
     elif bundle.info.block is not None:
         yield "note", "block", f"its maker proposes {bundle.info.block} tokens per step"
 

@@ -42,7 +42,7 @@ def recognise(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     fields = Fields(folder.path, folder.config)
     method = fields.choice("speculators_model_type", METHODS)
-    _, notes = read_speculators(fields, method, target)
+    proposed, notes = read_speculators(fields, method, target)
     inner = fields.fields("transformer_layer_config")
     layer = read_layer(inner)
     layers, vocab = inner.integer("num_hidden_layers", least=1), inner.integer("vocab_size", least=1)
@@ -86,7 +86,9 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     if config.drafts < 1:
         raise fields.refuse("block_size", config.block, "at least 2: the anchor's row drafts nothing")
     fields.finish()
-    return bundle(folder, method, f"speculators-{method}", load_block(folder, config, target), notes)
+    found = bundle(folder, method, f"speculators-{method}", load_block(folder, config, target), notes)
+    # Some files propose the block's rows, the anchor included: more than there are drafts is all of them.
+    return replace(found, info=replace(found.info, proposed=proposed and min(proposed, config.drafts)))
 
 
 def _temperatures(fields: Fields, drafts: int) -> tuple[float, ...]:

@@ -110,7 +110,7 @@ def _config(
     proposal = {
         "accept_tolerance": 0.0,
         "proposal_type": "greedy",
-        "speculative_tokens": info.block,
+        "speculative_tokens": info.proposed or info.block,
         "verifier_accept_k": 1,
     }
     written: dict[str, Any] = {

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specc import methods
 from specc.checkpoints import read_drafter
 from specc.checkpoints.block_weights import describe
 from specc.checkpoints.write_speculators import write_drafter
 from specc.drafters.block import BlockConfig
 from specc.errors import UnsupportedError
+from specc.pairing import default_block
 from tests import oracles
 from tests.methods.block_reference import block_config, random_drafter
 from tests.methods.harness import model_info
@@ -77,3 +79,19 @@ def test_what_the_layout_cannot_say_is_refused(tmp_path: Path, changes: dict[str
             tmp_path, describe("d", "dflash", "x", config), random_drafter(config), _target("llama")
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_its_makers_propose_is_the_default_block(tmp_path: Path) -> None:
+    target = _target("llama")
+    bundle = read_drafter(oracles.folder("drafters/dspark-spec-vanilla"), target)
+    method = methods.get("dspark")
+    assert default_block(method, bundle.info) == bundle.info.block
+    write_drafter(tmp_path, replace(bundle.info, proposed=2), bundle.module, target)
+    found = read_drafter(tmp_path, target).info
+    assert (found.proposed, found.block) == (2, bundle.info.block)
+    assert default_block(method, found) == 2
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 99
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_drafter(tmp_path, target).info.proposed == bundle.info.block
+    assert default_block(methods.get("eagle3"), None) == methods.get("eagle3").default_block
