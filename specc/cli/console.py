@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 JSON = Mapping[str, Any]
+_SIDE_BY_SIDE = 6  # records that a narrow terminal shows as columns, when as lines they are too wide
 
 
 def _text(value: object) -> str:
@@ -106,6 +107,19 @@ def _rows(title: str, rows: Sequence[JSON]) -> Table:
     return table
 
 
+def _turned(title: str, rows: Sequence[JSON]) -> Table:
+    """Lay out records side by side: one column each, headed by its first value, and a line for every other key."""
+    first, *others = dict.fromkeys(key for row in rows for key in row)
+    table = Table(title=title, title_justify="left")
+    table.add_column(first.replace("_", " "))
+    for row in rows:
+        table.add_column(escape(_text(row.get(first))), justify="right", overflow="fold")
+    for key in others:
+        cells = ("" if row.get(key) is None else escape(_text(row[key])) for row in rows)
+        table.add_row(key.replace("_", " "), *cells)
+    return table
+
+
 def show(document: JSON, title: str = "", *, stderr: bool = False) -> None:
     """Print a record as tables: its plain values in one, every list of records and record in its own."""
     console = Console(stderr=stderr, highlight=False)
@@ -126,4 +140,8 @@ def show(document: JSON, title: str = "", *, stderr: bool = False) -> None:
         if isinstance(value, Mapping):
             show(value, name, stderr=stderr)
         else:
-            console.print(_rows(name, value))
+            table = _rows(name, value)
+            wanted = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            if wanted > console.width and len(value) <= _SIDE_BY_SIDE:
+                table = _turned(name, value)
+            console.print(table)

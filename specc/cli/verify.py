@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from specc.cli import console, options
+from specc.cli import console, options, package
+from specc.errors import InputError
 
 
 def verify(
@@ -25,6 +26,13 @@ def verify(
     exact: Annotated[
         str | None,
         typer.Option(help="bitwise: the same rows in both runs, so nothing may differ. Default: off."),
+    ] = None,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="For a package: the model that it must have the weights and the text of; --drafter adds its own.",
+        ),
     ] = None,
     max_length: options.MaxLength = None,
     dtype: options.Dtype = None,
@@ -48,8 +56,12 @@ def verify(
         "exact": exact,
     }
     chosen |= {"max_length": max_length, "dtype": dtype}
-    if model.endswith(".specc"):
-        chosen = {}
+    if package.is_package(model):
+        settled = ("method", "block", "batch", "exact", "max_length", "dtype")
+        package.refuse_given(context, *settled, *(() if original else ("drafter",)))
+        chosen = {"original": original, "drafter": drafter}
+    elif original is not None:
+        raise InputError("--original", original, f"left out: {model} is no package")
     report = api.verify(
         model, prompts, max_new_tokens=max_new_tokens, device=device, backend=backend, **chosen
     )

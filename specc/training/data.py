@@ -282,6 +282,7 @@ class Collector:
             f"({self.tokens} of {self.plan.tokens}), "
             f"{facts['seconds']} s, {categories}, dropped {dict(self.dropped)}"
         )
+        self.evaluation.checked = self.evaluation.flagged = 0  # a shard says what was checked for it
         self._shards += 1
         self._pending, self._kept = [], []
         self._begin = time.perf_counter()

@@ -125,7 +125,7 @@ class Evaluation:
         found = [words(text) for text in texts]
         self._runs: set[tuple[str, ...]] = set().union(*(runs(w, 8) for w in found)) if found else set()
         self._sets = [set(w) for w in found]
-        self.flagged = 0
+        self.flagged = 0  # since whoever reads them last set them back
         self.checked = 0
 
     def is_close(self, text: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 import specc
 from specc import cli
+from specc.cli import console
 from specc.errors import UnknownNameError, UnsupportedError
 
 HELP_SECONDS = 1.0
@@ -324,3 +325,20 @@ def test_help_states_every_default() -> None:
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for default in ("dspark", "256", "ratio", "auto", "chat-template"):
         assert f"[default: {default}]" in text
+
+
+def test_wide_records_stand_side_by_side_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"method": name, **{f"figure_{i}": 1234.5 + i for i in range(9)}} for name in ("plain", "dspark")]
+    monkeypatch.setenv("COLUMNS", "80")
+    console.show({"rows": rows})
+    narrow = capsys.readouterr().out
+    heading = next(line for line in narrow.splitlines() if "method" in line)
+    assert "plain" in heading
+    assert "dspark" in heading
+    assert narrow.count("figure") == 9
+    assert "1,242" in narrow  # not broken over lines
+    monkeypatch.setenv("COLUMNS", "200")
+    console.show({"rows": rows})
+    assert "figure 8" in next(line for line in capsys.readouterr().out.splitlines() if "method" in line)
