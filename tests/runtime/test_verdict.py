@@ -80,8 +80,9 @@ def test_an_off_by_one_in_the_target_is_a_bug(plant, monkeypatch):
 def test_a_near_tie_of_bfloat16_is_a_tie():
     model = tiny_model("llama").to(torch.bfloat16)
     object_ = compile_tiny(model=model)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(9)]
+    # Which texts meet a near-tie depends on the machine's bfloat16 kernels: so many that some do on any.
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(30)]
     report = specc.verify(object_, prompts, max_new_tokens=40)
     assert report.dtype == "bfloat16"
     assert report.divergences, "no near-tie among these prompts: the test is empty"
