@@ -1,8 +1,6 @@
-"""Compile a step graph with Inductor: one unit for draft and verify, one for accept, one for commit.
+"""Compile a step graph with Inductor, unit by unit; a unit whose graph was compiled before is not compiled again.
 
-The accept tail is a unit of its own, so that a new family of sampling settings compiles the tail alone; a unit whose
-graph was compiled before is not compiled again. No dynamo runs: the graph is already whole and static, so there are no
-guards and nothing can recompile.
+No dynamo runs: the graph is already whole and static, so there are no guards and nothing can recompile.
 """
 
 from __future__ import annotations
@@ -15,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.passes.split_module import split_module
 
 from specc.backends.lowering import with_kernels
+from specc.backends.units import join, returns_one, split, unit_text, units, with_tuple
 from specc.graph import StepGraph
 
 logger = logging.getLogger(__name__)
-
-_UNIT = {"draft": 0, "verify": 0, "accept": 1, "commit": 2}
 
 
 @dataclass
@@ -45,23 +41,12 @@ class Inductor:
         return ()
 
     def build(self, graph: StepGraph) -> Callable[..., tuple[Tensor, ...]]:
-        graph = with_kernels(graph)
-        # split_module reads the graph; it keeps node metadata and the order of nodes.
-        split = split_module(
-            graph.gm, graph.gm, lambda node: _UNIT[node.meta["stage"]], keep_original_order=True
-        )
-        for name, unit in list(split.named_children()):
-            assert isinstance(unit, fx.GraphModule)
-            setattr(split, name, _Unit(self._compile(name, unit)))
+        module = split(with_kernels(graph))
+        return join(module, {name: self.unit(name, unit) for name, unit in units(module)})
 
-        @torch.no_grad()
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-            return tuple(split(*inputs))
-
-        return run
-
-    def _compile(self, name: str, unit: fx.GraphModule) -> Callable[..., Any]:
-        text = _text(unit)
+    def unit(self, name: str, unit: fx.GraphModule) -> Callable[..., Any]:
+        """Return a unit compiled, which may change the module; one of the same text is compiled once."""
+        text = unit_text(unit)
         if text not in self.compiled:
             begin = time.perf_counter()
             values = [n.meta["val"] for n in unit.graph.find_nodes(op="placeholder")]
@@ -70,36 +55,10 @@ class Inductor:
         return self.compiled[text]
 
 
-class _Unit(torch.nn.Module):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.call(*inputs)
-
-
 def _lower(unit: fx.GraphModule, values: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor import compile as inductor_compile
 
-    single = not isinstance(unit.graph.output_node().args[0], (tuple, list))
-    if single:  # Inductor wants a tuple
-        output = unit.graph.output_node()
-        output.args = ((output.args[0],),)
-        unit.recompile()
+    single = returns_one(unit)
     with torch.no_grad():
-        call: Callable[..., Any] = inductor_compile(unit, list(values))
+        call: Callable[..., Any] = inductor_compile(with_tuple(unit), list(values))
     return (lambda *inputs: call(*inputs)[0]) if single else call
-
-
-def _text(unit: fx.GraphModule) -> str:
-    """Return what makes a unit what it is: its nodes, their order, and the shapes and dtypes of its inputs."""
-    number = {node: index for index, node in enumerate(unit.graph.nodes)}
-    lines = []
-    for node in unit.graph.nodes:
-        arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-        value = node.meta.get("val")
-        shape = f"{value.dtype}{tuple(value.shape)}{value.stride()}" if isinstance(value, Tensor) else ""
-        target = "" if node.op in ("placeholder", "output") else node.target
-        lines.append(f"{node.op} {target} {arguments} {shape}")
-    return "\n".join(lines)

@@ -15,7 +15,7 @@ from specc.artifact.package import open_package, read_summary
 from specc.backends import choose
 from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
 from specc.device import resolve_device
-from specc.errors import ArtifactError, InputError, UnknownNameError, UnsupportedError
+from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.methods import METHODS
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine
@@ -36,8 +36,9 @@ def load(
     Args:
         path: the file.
         device: where to run; None = the current GPU where there is one, else the CPU.
-        backend: as `specc.compile` takes it; the portable graphs are lowered by it.
-        native_only: refuse a package without native code for this device, rather than lower its graphs here.
+        backend: as `specc.compile` takes it; the portable graphs are lowered by it. "auto" runs the package's native
+            code where it has some for this machine; any other leaves that aside.
+        native_only: refuse a package without native code for this machine, rather than lower its graphs here.
         sha256: the sum that the whole file must have; it pins what you load to what you trust.
 
     Raises:
@@ -48,13 +49,15 @@ def load(
         raise InputError("path", path, "the path of a package")
     file = Path(path)
     place = resolve_device(device)
-    runner, why = choose(backend, place)
-    if native_only:
-        raise ArtifactError(
-            file, "native", "none: this version of specc writes portable packages", "native code"
-        )
+    if native_only and backend != "auto":
+        raise InputError("backend", backend, "'auto' with native_only: native code is lowered already")
+    chosen = None if backend == "auto" else choose(backend, place)
     package = open_package(file, place, sha256=sha256)
     manifest = package.manifest
+    native = package.native(only=native_only) if chosen is None else None
+    if native is not None:
+        chosen = native, "the package's native code"
+    runner, why = chosen or choose(backend, place)
     logger.info(
         "%s: method %s, block %d, backend %s (%s)",
         file.name,
@@ -140,7 +143,7 @@ class PackageSummary:
             "drafter": None if held.drafter is None else f"{held.drafter.name} ({held.drafter.layout})",
             "slots": held.shape.slots, "max length": held.shape.capacity, "feed": held.feed,
             "settings": ["greedy", *("+".join(f) for f in held.families)],
-            "tokenizer": any(n.startswith("tokenizer/") for n in files), "native": None,
+            "tokenizer": any(n.startswith("tokenizer/") for n in files), "native": _native(held),
             "generation": dict(held.generation), "record": held.record,
             "memory": {"weights": held.weight_bytes, "state": held.state_bytes},
             "stages": [
@@ -150,6 +153,17 @@ class PackageSummary:
             ],
             "files": [{"file": n, "bytes": s, "sha256": held.files[n].sha256} for n, s in files.items()],
         }  # fmt: skip
+
+
+def _native(held: Manifest) -> dict[str, Any] | None:
+    """Return what a package's native code is and how large its files are, or None."""
+    if held.native is None:
+        return None
+    sizes = {name: held.files[name].size_bytes for name in held.native.files}
+    return {
+        **asdict(held.native.key), "threads": held.native.threads, "bytes": sum(sizes.values()),
+        "units": [{"unit": u.label, "file": u.library, "bytes": sizes[u.library]} for u in held.native.units],
+    }  # fmt: skip
 
 
 def inspect_package(path: str | Path) -> PackageSummary:

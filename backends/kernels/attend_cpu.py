@@ -7,18 +7,16 @@ equals the reference in specc.ops up to the order of additions.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from specc.errors import InvariantError, UnsupportedError
 
@@ -118,14 +116,35 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 # Compiled and linked apart: linking with -ffast-math would switch the whole process to flushed denormals.
-_COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-std=c++17")
-_LINK = ("-shared", "-fopenmp")
+_COMPILE = ("-c", "-O3", "-ffast-math", "-fopenmp", "-fPIC", "-std=c++17")
+_LINK = ("-shared", "-fopenmp", "-Wl,-s,--build-id=none,-z,noexecstack")
+_HERE = ("-march=native",)
+SOURCE_SHA256 = hashlib.sha256(_SOURCE.encode()).hexdigest()
+
+# The function of this process, once it is there: the operator is one for the whole process, and so is its kernel.
+_loaded: list[Any] = []
 
 
-@functools.cache
 def kernel() -> Any:
     """Return the compiled function, compiling it on first use; UnsupportedError if the compiler fails."""
-    function = ctypes.CDLL(str(_library())).specc_attend
+    if not _loaded:
+        _loaded.append(_function(_library()))
+    return _loaded[0]
+
+
+def use(library: Path) -> None:
+    """Take the kernel from a library that `build` made of this source, unless this process has one.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        AttributeError: it does not hold the kernel.
+    """
+    if not _loaded:
+        _loaded.append(_function(library))
+
+
+def _function(library: Path) -> Any:
+    function = ctypes.CDLL(str(library)).specc_attend
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     function.argtypes = [*[pointer] * 8, *[integer] * 6, real, real, pointer, ctypes.c_int]
     function.restype = None
@@ -134,31 +153,50 @@ def kernel() -> Any:
 
 def _library() -> Path:
     """Return the shared library, named by all that it depends on, in Inductor's cache folder."""
-    compiler = get_cpp_compiler()
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     machine = (
         f"{platform.machine()} {torch.cpu.get_capabilities()}"
         if hasattr(torch.cpu, "get_capabilities")
         else ""
     )
-    key = hashlib.sha256("\n".join([_SOURCE, compiler, *_COMPILE, *_LINK, machine]).encode()).hexdigest()[:16]
+    parts = [_SOURCE, get_cpp_compiler(), *_COMPILE, *_HERE, *_LINK, machine]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder = Path(cache_dir()) / "specc"
     path = folder / f"attend_{key}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source, compiled, built = (Path(scratch) / f"attend.{end}" for end in ("cpp", "o", "so"))
-        source.write_text(_SOURCE)
-        for command in (
-            [*_COMPILE, str(source), "-o", str(compiled)],
-            [*_LINK, str(compiled), "-o", str(built)],
-        ):
-            done = subprocess.run([compiler, *command], capture_output=True, text=True, check=False)
-            if done.returncode:
-                errors = done.stderr.strip().splitlines()[:5]
-                raise UnsupportedError("the CPU attention kernel cannot be compiled", errors)
-        built.replace(path)
+        build(Path(scratch), _HERE).replace(path)
     return path
+
+
+def build(folder: Path, machine: Sequence[str]) -> Path:
+    """Compile the kernel into a shared library in ``folder``; the same compiler gives the same bytes anywhere.
+
+    Args:
+        folder: an empty one.
+        machine: the compiler's options that say which instructions there are.
+
+    Raises:
+        UnsupportedError: the compiler fails.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    (folder / "attend.cpp").write_text(_SOURCE)
+    for command in (
+        [*_COMPILE, *machine, "attend.cpp", "-o", "attend.o"],
+        [*_LINK, "attend.o", "-o", "attend.so"],
+    ):
+        done = subprocess.run(
+            [get_cpp_compiler(), *command], cwd=folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            errors = done.stderr.strip().splitlines()[:5]
+            raise UnsupportedError("the CPU attention kernel cannot be compiled", errors)
+    return folder / "attend.so"
 
 
 def _attend(

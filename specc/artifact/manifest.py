@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from specc.artifact.fields import Fields, plain
+from specc.artifact.native import Native, read_native, write_native
 from specc.artifact.specs import read_spec, write_spec
 from specc.contracts import ACCEPT_RULES, STAGES, AcceptRule, DrafterInfo, ModelInfo, Stage, TensorSpec
 from specc.device import DeviceInfo
@@ -60,7 +61,7 @@ class Manifest:
         specc, torch: versions that saved it, without local parts. feed: prompt rows per filling step.
         families: the settings families whose accept stage is in the package; others are traced when first
         used. record: the TuneRecord that chose the block, as JSON, or None. native: what native code it
-        holds; None in this version.
+        holds, or None.
     """
 
     specc: str
@@ -83,7 +84,7 @@ class Manifest:
     generation: Mapping[str, Any]
     record: Mapping[str, Any] | None
     files: Mapping[str, FileInfo]
-    native: None = field(default=None)
+    native: Native | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -121,6 +122,7 @@ def write_manifest(manifest: Manifest) -> dict[str, Any]:
     values["passes"] = [
         {k: v for k, v in asdict(report).items() if k != "milliseconds"} for report in manifest.passes
     ]
+    values["native"] = None if manifest.native is None else write_native(manifest.native)
     values["files"] = {n: asdict(f) for n, f in manifest.files.items()}
     document: dict[str, Any] = plain({"format": FORMAT, "format_version": FORMAT_VERSION, **values})
     return document
@@ -193,8 +195,7 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
     size.done()
     drafter = _read_drafter(document.inner("drafter")) if document.optional("drafter") else None
     record = document.mapping("record") if document.optional("record") else None
-    if document.optional("native"):
-        raise document.fault("native", "native code", "none: this version cannot load it")
+    native = read_native(document.inner("native"), files) if document.optional("native") else None
     manifest = Manifest(
         specc=versions[0],
         torch=versions[1],
@@ -216,6 +217,7 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
         generation=MappingProxyType(document.mapping("generation")),
         record=record,
         files=files,
+        native=native,
     )
     document.done()
     return manifest

@@ -28,6 +28,7 @@ from specc.artifact.manifest import FileInfo, Manifest, StageEntry
 from specc.artifact.specs import spec_text
 from specc.artifact.weights import NAME as WEIGHTS
 from specc.artifact.weights import read_weights
+from specc.backends.aot import Aot
 from specc.contracts import STAGES, DrafterInfo, ModelInfo, Stage, TensorSpec
 from specc.device import describe
 from specc.errors import ArtifactError, SpeccError, UnsupportedError
@@ -56,6 +57,7 @@ class Package:
     device: torch.device
     weights: Mapping[str, Tensor]
     tokenizer: Any
+    _container: Container
     _stages: Mapping[tuple[Stage, StepKey], StoredGraph]
     _mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     _built: dict[tuple[Stage, StepKey], StepGraph] = field(default_factory=dict)
@@ -116,6 +118,47 @@ class Package:
             "Save the package with what is asked of it.",
         )
 
+    def native(self, *, only: bool) -> Aot | None:
+        """Return a backend that runs the package's native code; None where it has none for this machine.
+
+        Args:
+            only: refuse, rather than lower here what the package has no code for.
+
+        Raises:
+            ArtifactError: ``only``, and there is none.
+        """
+        held = self.manifest.native
+        if held is None:
+            if only:
+                raise ArtifactError(self.path, "native", "none: a portable package", "native code")
+            return None
+        misfit = held.key.misfit(self.device)
+        if misfit is not None:
+            field, found, expected = misfit
+            if only:
+                raise ArtifactError(self.path, f"manifest.json.native.key.{field}", found, expected)
+            logger.info(
+                "%s: its native code is for another machine (%s: found %s, expected %s): "
+                "the portable graphs are lowered again here",
+                self.path.name, field, found, expected,
+            )  # fmt: skip
+            return None
+        threads = torch.get_num_threads()
+        if held.threads != threads:
+            logger.info(
+                "%s: the loops of its native code are split over %d threads, torch uses %d here",
+                self.path.name, held.threads, threads,
+            )  # fmt: skip
+        return Aot(self.path, held.code, held.kernels, self._code, only)
+
+    def _code(self, name: str) -> bytes:
+        """Return a file of native code, checked once more: what is executed is what was summed."""
+        content = bytes(self._container.content(name))
+        digest, expected = hashlib.sha256(content).hexdigest(), self.manifest.files[name].sha256
+        if digest != expected:
+            raise ArtifactError(self.path, f"sha256 of {name}", digest, expected)
+        return content
+
     def check(self) -> None:
         """Build every stored graph, which loading leaves to its first use; ArtifactError if one fails."""
         for entry in self.manifest.stages:
@@ -159,7 +202,7 @@ def open_package(path: Path, device: torch.device, *, sha256: str | None = None)
         tokenizer = tokenizers.read_tokenizer(path, container.content(tokenizers.TOKENIZER), config)
     if device.type != "cpu":
         weights = {n: t.to(device) for n, t in weights.items()}
-    return Package(path, manifest, device, weights, tokenizer, stages)
+    return Package(path, manifest, device, weights, tokenizer, container, stages)
 
 
 def read_summary(path: Path) -> tuple[Manifest, dict[str, str]]:
@@ -218,6 +261,8 @@ def _checked(
 
 def _say(manifest: Manifest, path: Path, device: torch.device) -> None:
     """Log what differs from where the package was saved, and that the portable graphs are lowered here."""
+    if manifest.native is not None and manifest.native.key.misfit(device) is None:
+        return
     here, torch_here = describe(device), manifests.base_version(torch.__version__)
     saved = manifest.made_on
     differs = [

@@ -24,6 +24,7 @@ from specc.artifact.container import ContainerWriter
 from specc.artifact.fields import plain, write_json
 from specc.artifact.graphs import write_graph
 from specc.artifact.manifest import FileInfo, Manifest, StageEntry
+from specc.artifact.native import Native, compile_native
 from specc.artifact.specs import spec_of
 from specc.artifact.tokenizer import write_tokenizer
 from specc.artifact.weights import NAME as WEIGHTS
@@ -64,19 +65,13 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     Args:
         content: what to save.
         path: where; its folder must exist.
-        native: also store native code for this device; refused for now.
+        native: also store native code for this device.
         force: replace a file that is there.
 
     Raises:
         InputError: a file is there, or the folder is not.
-        UnsupportedError: ``native``, or something a package cannot hold.
+        UnsupportedError: something a package cannot hold, or native code that cannot be compiled.
     """
-    if native:
-        raise UnsupportedError(
-            "native=True",
-            ["packages hold portable graphs only: native code in them is not implemented yet"],
-            "Leave it out: a portable package is compiled where it is loaded.",
-        )
     if path.exists() and not force:
         raise InputError("path", str(path), "a new file; pass force=True (--force) to replace one")
     if not path.parent.is_dir():
@@ -87,8 +82,12 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
     files[manifests.TEXT] = [_people(content, entries, graphs).encode()]
     if content.tokenizer is not None:
         files |= {n: [data] for n, data in sorted(write_tokenizer(content.tokenizer).items())}
+    code = None
+    if native:
+        code, libraries = compile_native(content.source, native_keys(content))
+        files |= {n: [data] for n, data in sorted(libraries.items())}
     files[WEIGHTS] = write_weights(weights)
-    _write(path, files, lambda sums: _manifest(content, entries, weights, sums), force=force)
+    _write(path, files, lambda sums: _manifest(content, entries, weights, sums, code), force=force)
 
 
 def _write(
@@ -162,6 +161,14 @@ def step_keys(content: Content) -> list[StepKey]:
     return keys
 
 
+def native_keys(content: Content) -> list[StepKey]:
+    """Return the keys of the steps that native code is written for: those of the saved rule.
+
+    Steps that hold both rules at once are rare, and each would cost another accept unit.
+    """
+    return [key for key in step_keys(content) if key.rule == content.accept]
+
+
 def _stages(content: Content) -> tuple[dict[str, tuple[StepGraph, bytes]], list[StageEntry]]:
     """Return the graphs by file name, equal ones once, and which file holds which stage."""
     graphs: dict[str, tuple[StepGraph, bytes]] = {}
@@ -190,6 +197,7 @@ def _manifest(
     entries: Sequence[StageEntry],
     weights: Mapping[str, Tensor],
     sums: Mapping[str, FileInfo],
+    native: Native | None,
 ) -> Manifest:
     source = content.source
     record = content.record.to_dict() if hasattr(content.record, "to_dict") else content.record
@@ -214,6 +222,7 @@ def _manifest(
         generation=content.generation,
         record=record,
         files=sums,
+        native=native,
     )
 
 
