@@ -317,6 +317,7 @@ def verify(
     drafter: Any = None,
     method: str | Method = "dspark",
     max_new_tokens: int = 64,
+    original: Any = None,
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VerifyReport:
@@ -328,19 +329,43 @@ def verify(
             tokenizer is needed.
         drafter, method, **options: as `compile` takes them, where ``model`` is not compiled yet.
         max_new_tokens: of each prompt.
+        original: for what is compiled already, a package above all: the model that it must have the weights and the
+            text of. With ``drafter``, the drafter's weights are compared, too.
         settings: of generation; text stays greedy.
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "a whole number, 1 or more")
     if isinstance(model, Compiled) or str(model).endswith(".specc"):
-        if drafter is not None or set(options) - {"device", "backend"}:
+        if (drafter is not None and original is None) or set(options) - {"device", "backend"}:
             raise InputError("drafter", drafter, "nothing that compile takes: the model is compiled already")
         compiled = model if isinstance(model, Compiled) else load(str(model), **options)
+    elif original is not None:
+        raise InputError("original", original, "left out: the model given is the original")
     else:
         compiled = compile(model, drafter, method=method, **options)
     read = built_in_prompts() if prompts is None else read_prompts(prompts)
     ids = [prompt.encode(compiled.tokenizer) for prompt in read]
-    return verify_text(compiled, ids, max_new_tokens=max_new_tokens, **(settings or {}))
+    first = None if original is None else _original(compiled, original, drafter)
+    return verify_text(compiled, ids, max_new_tokens=max_new_tokens, original=first, **(settings or {}))
+
+
+def _original(compiled: Compiled, model: Any, drafter: Any) -> Compiled:
+    """Compile the original of what is compiled already, on the reference backend and in the same sizes."""
+    source = compiled.engine.builder
+    dtype = next(
+        t.dtype for n, t in source.weights.items() if n.startswith("target.") and t.is_floating_point()
+    )
+    return compile(
+        model,
+        drafter,
+        method="plain" if drafter is None else compiled.method.name,
+        block=None if drafter is None else compiled.block,
+        batch=compiled.batch,
+        max_length=compiled.max_length,
+        backend="eager",
+        device=source.device,
+        dtype=dtype,
+    )
 
 
 def resolve_method(method: str | Method) -> Method:

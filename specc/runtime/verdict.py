@@ -7,6 +7,7 @@ logits of the speculative run are as near to a fresh reading as rounding allows.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -56,8 +57,29 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class WeightCheck:
+    """How the weights compare with those of the original, by name: equal means bit for bit.
+
+    ``missing`` are names that only the verified object has, a drafter's where the original was given without one.
+    """
+
+    equal: int
+    different: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def render(self) -> str:
+        """Return the outcome as a line of text."""
+        known = self.equal + len(self.different)
+        line = f"weights: {self.equal} of {known} equal the original's"
+        line += f"; DIFFERENT: {', '.join(self.different)}" if self.different else ""
+        return line + (
+            f"; {len(self.missing)} that it does not have are not compared" if self.missing else ""
+        )
+
+
+@dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found; equal prompts have no entry."""
+    """What `verify` found; equal prompts have no entry. ``weights`` is there if an original was given."""
 
     method: str
     block: int
@@ -68,11 +90,13 @@ class VerifyReport:
     tokens: int  # that were compared
     mean_accepted_length: float
     divergences: tuple[Divergence, ...]
+    weights: WeightCheck | None = None
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every divergence is a tie; with exact="bitwise" there must be none at all."""
-        return not any(d.verdict == "bug" for d in self.divergences)
+        """Whether every divergence is a tie and no weight differs; with exact="bitwise" there must be none at all."""
+        same_weights = self.weights is None or not self.weights.different
+        return same_weights and not any(d.verdict == "bug" for d in self.divergences)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, for JSON."""
@@ -81,24 +105,34 @@ class VerifyReport:
     def render(self) -> str:
         """Return the report as text."""
         same = self.prompts - len(self.divergences)
+        without = "without" if self.weights is None else "from the original, without"
         lines = [
             f"{self.method}, block {self.block}, {self.backend}, {self.dtype}: {same} of {self.prompts} prompts equal, "
             f"{self.tokens} tokens compared, {self.mean_accepted_length:.2f} tokens per step"
         ]
         lines.extend(
             (
-                f"  {d.verdict}: prompt {d.prompt}, position {d.position}: token {_name(d.plain)} without, "
+                f"  {d.verdict}: prompt {d.prompt}, position {d.position}: token {_name(d.plain)} {without}, "
                 f"{_name(d.speculative)} with speculation; gap {d.gap:.3g}, error between row counts {d.error:.3g}, "
                 f"speculative logits off by {d.strayed:.3g}: {d.reason}"
             )
             for d in self.divergences
         )
-        lines.append("lossless" if self.is_lossless else "NOT lossless: please report this")
+        if self.weights is not None:
+            lines.append(self.weights.render())
+        differs = self.weights is not None and self.weights.different
+        bad = "NOT the original" if differs else "NOT lossless: please report this"
+        lines.append("lossless" if self.is_lossless else bad)
         return "\n".join(lines)
 
 
 def verify_text(
-    compiled: Compiled, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **settings: Any
+    compiled: Compiled,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int = 64,
+    original: Compiled | None = None,
+    **settings: Any,
 ) -> VerifyReport:
     """Generate with and without speculation and judge every first difference.
 
@@ -106,6 +140,7 @@ def verify_text(
         compiled: what is judged.
         prompts: int64 [tokens] each.
         max_new_tokens: of each prompt.
+        original: what runs without speculation, and whose weights are compared; None = ``compiled`` itself.
         **settings: of generation, processors and penalties included; it stays greedy.
     """
     if not prompts:
@@ -118,7 +153,7 @@ def verify_text(
         raise InputError("settings", name, "settings that do not decide what is compared")
     given = {**settings, "do_sample": False, "pad_token_id": -1, "max_new_tokens": max_new_tokens}
     ids, mask = _padded(prompts)
-    plain = _Run(compiled.without_drafts(), ids, mask, given)
+    plain = _Run((original or compiled).without_drafts(), ids, mask, given)
     drafted = _Run(compiled, ids, mask, given)
     found = []
     compared = 0
@@ -140,7 +175,28 @@ def verify_text(
         compared,
         drafted.result.stats.mean_accepted_length,
         tuple(found),
+        None if original is None else compare_weights(compiled, original),
     )
+
+
+def compare_weights(compiled: Compiled, original: Compiled) -> WeightCheck:
+    """Compare the weights of two compiled objects, name by name and bit by bit."""
+    known = original.engine.builder.weights
+    equal, different, missing = 0, [], []
+    for name, tensor in sorted(compiled.engine.builder.weights.items()):
+        if name not in known:
+            missing.append(name)
+        elif _bits(tensor) == _bits(known[name]):
+            equal += 1
+        else:
+            different.append(name)
+    return WeightCheck(equal, tuple(different), tuple(missing))
+
+
+def _bits(tensor: Tensor) -> tuple[object, ...]:
+    """Return a weight's dtype, shape and the sum of its bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 class _Run:
