@@ -28,6 +28,7 @@ from specc.training.shards import list_shards, read_facts, write_shard
 logger = logging.getLogger(__name__)
 
 _MOST_WASTED = 2000
+_SEED_STRIDE = 1_000_000  # draws of a run are numbered from its seed times this: two seeds share none
 _MARK = "\u2603 here"  # stands where the user's words will be; no template has it
 
 
@@ -103,7 +104,7 @@ class Collector:
         self._specials = [t for t in self.tokenizer.all_special_tokens if t]
         done = [read_facts(p) for p in list_shards(folder)]
         self.tokens = sum(f["answer_tokens"] for f in done)
-        self._next = 1 + max((f["last_seed"] for f in done), default=plan.seed - 1)
+        self._next = 1 + max((f["last_seed"] for f in done), default=plan.seed * _SEED_STRIDE - 1)
         self._shards = len(done)
         self.seen = prompting.Seen(k["text"] for f in done for k in f["prompts"])
         self._user = deque(
