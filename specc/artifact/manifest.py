@@ -274,7 +274,7 @@ def _read_model(item: Fields) -> ModelInfo:
 def _read_drafter(item: Fields) -> DrafterInfo:
     numbers = {
         name: item.whole(name) if item.optional(name) else None
-        for name in ("target_hidden", "target_vocab", "max_position", "block", "mask_token")
+        for name in ("target_hidden", "target_vocab", "max_position", "block", "mask_token", "proposed")
     }
     info = DrafterInfo(
         name=item.text("name"),
