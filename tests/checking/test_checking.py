@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from specc import api
-from specc.checking.probe import pad_left
+from specc import api, methods
+from specc.checking.probe import pad_left, probe
 from specc.checking.report import Finding, Probe, Reading, Report
 from specc.models.load import LoadedModel, load_target
-from tests import oracles
+from tests import automaton, oracles
 from tests.tiny import tiny_model
 
 BROKEN = json.loads((oracles.ROOT / "broken" / "broken.json").read_text())
@@ -138,6 +140,29 @@ def test_the_probe_counts_what_a_third_party_counts(loaded: dict[str, LoadedMode
     assert report.probe.outside_draft_vocab is not None
     assert report.probe.better() is None
     assert [r.shift for r in report.probe.readings] == [0, -1, 1]
+    for moved in report.probe.readings[1:]:  # trained and aligned: with its taps moved, less at every place
+        assert moved.gain < -3 * moved.gain_error
+        assert all(less < more for less, more in zip(moved.acceptance, own.acceptance, strict=True))
+    assert report.probe.verdict().startswith("the taps are right")
+
+
+@pytest.mark.parametrize("off_by", [0, -1])
+def test_a_block_drafters_taps(off_by: int) -> None:
+    """One that is right about its target where it is meant to read; trained ones lose little, and need many prompts."""
+    made, target = automaton.drafter("dflash"), automaton.target()
+    automaton.make_wander(0.0)
+    taps = tuple(tap + off_by for tap in made.info.taps)
+    given = replace(made, info=replace(made.info, taps=taps))
+    prompts = [torch.tensor(automaton.circle(begin, 10)) for begin in (0, 4)]
+    compile_step = functools.partial(api.compile, target, backend="eager")
+    found = probe(compile_step, target, given, methods.get("dflash"), 3, prompts, 20)
+    own = found.readings[0]
+    assert (own.accepted > 2.5) is (off_by == 0)
+    if off_by:
+        assert found.verdict().startswith("off by one: with its taps moved by +1 (after layers [1, 2])")
+    else:
+        assert all(max(moved.acceptance) < min(own.acceptance) for moved in found.readings[1:])
+        assert found.verdict().startswith("the taps are right")
 
 
 def reading(shift: int, gain: float, error: float) -> Reading:

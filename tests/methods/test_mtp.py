@@ -138,6 +138,21 @@ def test_the_other_side_of_a_norm_is_noticed(field: str, same_first: bool) -> No
     assert float((logits[0][1] - logits[1][1]).abs().max()) > 100 * LOGITS_TOLERANCE
 
 
+def test_a_state_a_layer_early_accepts_less() -> None:
+    case = CASES["glm-reused"]
+    reference, model, bundle = load(case)
+    last, walked = model.config.num_hidden_layers, []
+    for layer in (last, last - 1):
+        texts = [
+            Text(text.ids, text.prompt, record(model, text.ids, (layer,)))
+            for text in texts_of(reference, model)
+        ]
+        driver_of(bundle, model, case.block).walk(texts, 64)
+        steps = [step for text in texts for step in text.steps]
+        walked.append(sum(steps) / len(steps))
+    assert walked[1] < 0.9 * walked[0]
+
+
 @pytest.mark.parametrize("name", ["speculators", "glm-reused"])
 def test_state_after_ragged_accepts_equals_from_scratch(name: str) -> None:
     case = CASES[name]
