@@ -26,6 +26,7 @@ from specc.backends.units import join, returns_one, split, unit_digest, units
 from specc.errors import ArtifactError, UnsupportedError
 from specc.graph import StepGraph
 
+_Device = torch.device  # a field below is called torch
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +48,7 @@ class CodeKey:
     torch: str
     kernels: str
 
-    def misfit(self, device: torch.device) -> tuple[str, str, str] | None:
+    def misfit(self, device: _Device) -> tuple[str, str, str] | None:
         """Return the first field that does not fit this machine, with what it says and what would; None if all fit."""
         here = key_here(device, instructions())
         for name in (f.name for f in fields(CodeKey)):
