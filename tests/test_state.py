@@ -87,6 +87,7 @@ def test_committed_rows_equal_a_fresh_prefill(arch):
         ("eagle3", "drafters/eagle3-spec", "llama"),
         ("dspark", "drafters/dspark-spec-vanilla", "llama"),
         ("dflash", "drafters/dflash-zlab", "qwen3"),
+        ("dflash2", "drafters/dflash2-spec", "qwen3"),
         ("mtp", "targets/glm4moe-mtp1", "glm4moe-mtp1"),
     ],
 )

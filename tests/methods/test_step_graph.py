@@ -1,4 +1,4 @@
-"""EAGLE-3 and MTP inside the one step graph: accepted counts per step equal the third party's."""
+"""Drafter methods inside the one step graph: accepted counts per step equal the third party's."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ def generate(
         ("eagle3-spec", "eagle3", "drafters/eagle3-spec", 4),
         ("mtp-glm4moe-mtp1", "mtp", "targets/glm4moe-mtp1", 1),
         ("mtp-spec", "mtp", "drafters/mtp-spec", 3),
+        ("dflash-spec-swa", "dflash", "drafters/dflash-spec-swa", 5),
+        ("dspark-spec-gated", "dspark", "drafters/dspark-spec-gated", 6),
+        ("dflash2-zlab-swa", "dflash2", "drafters/dflash2-zlab-swa", 4),
     ],
 )
 def test_steps_equal_third_party(name: str, method: str, place: str, block: int) -> None:
