@@ -158,14 +158,14 @@ def _eagle3() -> DrafterBundle:
 
 def _mtp() -> DrafterBundle:
     """The same evidence, through the module's projection; its layer adds nothing."""
-    model = target().module
-    tensors = {name: value.clone() for name, value in model.model.layers[0].state_dict().items()}  # type: ignore[union-attr, union-attr]
+    model: Any = target().module
+    tensors = {name: value.clone() for name, value in model.model.layers[0].state_dict().items()}
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         tensors[name].zero_()
     loaded = load_decoder_layer(target().info.config, tensors, torch.float32)
     config = MtpConfig(hidden=HIDDEN, vocab=VOCAB, own_head=True)
-    norms = tuple(loaded.norm_of(torch.ones(HIDDEN)) for _ in range(3))
-    module = MtpDrafter(config, loaded.layer, norms, None)  # type: ignore[arg-type]
+    norm_embed, norm_hidden, norm_out = (loaded.norm_of(torch.ones(HIDDEN)) for _ in range(3))
+    module = MtpDrafter(config, loaded.layer, (norm_embed, norm_hidden, norm_out), None)
     weight, state = module.project.weight.zero_(), slice(HIDDEN + CODE.start, HIDDEN + CODE.stop)
     weight[CODE, NAME] = move(1)  # what the next row reads in place of a state
     weight[NAME, NAME] = evidence(1, A)

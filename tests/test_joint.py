@@ -107,8 +107,8 @@ def _eagle3() -> DrafterBundle:
 
 
 def _mtp() -> DrafterBundle:
-    model = target().module
-    tensors = {name: value.clone() for name, value in model.model.layers[1].state_dict().items()}  # type: ignore[union-attr]
+    model: Any = target().module
+    tensors = {name: value.clone() for name, value in model.model.layers[1].state_dict().items()}
     loaded = load_decoder_layer(target().info.config, tensors, torch.float32)
     norm_embed, norm_hidden, norm_out = (loaded.norm_of(torch.ones(HIDDEN)) for _ in range(3))
     config = MtpConfig(hidden=HIDDEN, vocab=VOCAB)
