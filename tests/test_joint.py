@@ -29,17 +29,19 @@ from specc.drafters.mtp import MtpConfig, MtpDrafter
 from specc.drafters.selector import SelectorConfig
 from specc.methods.dflash import DFlash
 from specc.methods.dflash2 import DFlash2
+from specc.methods.draft_model import DraftModel
 from specc.methods.dspark import DSpark
 from specc.methods.eagle3 import Eagle3
 from specc.methods.mtp import Mtp
 from specc.models.decoder_layer import final_norm, load_decoder_layer
 from specc.models.load import LoadedModel, load_target
+from specc.pairing import find_drafter
 from specc.runtime.state import allocate
 from specc.sampling import bind_all, fit, join, settings_columns
 from specc.step import Shape, StepKey
 from tests import chi_square, reference
 from tests.methods.block_reference import block_config, random_drafter
-from tests.tiny import tiny_model
+from tests.tiny import noisy_copy, tiny_model
 
 VOCAB, EMITTED, DRAWS = 4, 3, 20_000
 LIMIT = 1e-4 / 100  # Bonferroni: fewer than a hundred chi-square tests here
@@ -83,7 +85,7 @@ def chances(settings: tuple[tuple[str, float], ...]) -> Tensor:
     return probs[0, 0, 0][:, None, None] * probs[:, 0, 1][:, :, None] * probs[:, :, 2]
 
 
-# --- the methods, with drafters that know nothing --------------------------------------------------------
+# --- the methods, with drafters that know little --------------------------------------------------------
 
 
 def _random(module: Any, seed: int) -> None:
@@ -127,6 +129,12 @@ def _block(kind: str, seed: int = 3, **changes: Any) -> DrafterBundle:
     return DrafterBundle(describe("random", kind, "made", config), random_drafter(config, seed))
 
 
+def _draft_model() -> DrafterBundle:
+    bundle = find_drafter(DraftModel(), target(), noisy_copy(target().module, 0.3))
+    assert bundle is not None
+    return bundle
+
+
 @dataclass(frozen=True)
 class Case:
     method: Any
@@ -137,6 +145,7 @@ class Case:
 CASES = {
     "eagle3-reduced": Case(Eagle3(), _eagle3),
     "mtp": Case(Mtp(), _mtp, block=2),  # the third token may be the bonus
+    "draft_model": Case(DraftModel(), _draft_model),
     "dflash": Case(DFlash(), lambda: _block("dflash")),
     "dspark-rnn": Case(DSpark(), lambda: _block("dspark", markov=MarkovConfig("rnn", 8))),
     "dspark-pruned": Case(
