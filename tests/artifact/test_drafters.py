@@ -116,11 +116,11 @@ def test_verified_against_the_original(method: str, folder: Path) -> None:
 
 
 def changed(source: str, folder: Path) -> Path:
-    """Return a copy of a model's folder with one number of one weight changed."""
+    """Return a copy of a model's folder whose head says the token before each that it should."""
     for file in Path(source).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
-    weights["model.layers.2.mlp.down_proj.weight"][3, 5] += 1e-3
+    weights["lm_head.weight"] = weights["lm_head.weight"].roll(-1, 0).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -132,7 +132,9 @@ def test_another_original_is_told(folder: Path, tmp_path: Path) -> None:
     assert not report.is_lossless
     assert report.weights is not None
     assert len(report.weights.different) == 1
-    assert "down_proj" in report.weights.different[0]
+    assert "lm_head" in report.weights.different[0]
+    assert [d.verdict for d in report.divergences] == ["bug"], "the text is that of another model"
+    assert "from the original" in report.render()
     assert report.weights.missing, "the drafter's, as the original was given without one"
     assert "NOT the original" in report.render()
     assert json.loads(json.dumps(report.to_dict()))["weights"]["different"] == list(report.weights.different)

@@ -250,7 +250,22 @@ def within(*place: Any, **values: Any) -> Callable[[Any], None]:
         (lambda m: m["native"].pop("key"), "native.key"),
         (lambda m: m.update(native=3), "native: found int"),
     ],
-    ids=str,
+    ids=[
+        "threads",
+        "kernels_elsewhere",
+        "kernels_climb",
+        "units",
+        "library",
+        "calls",
+        "unit",
+        "label",
+        "unit_more",
+        "isa",
+        "device",
+        "key_more",
+        "no_key",
+        "native",
+    ],
 )
 def test_manifest_faults(
     change: Callable[[Any], object], says: str, mock: Path, tmp_path: Path, untouched: None
