@@ -47,7 +47,10 @@ def train(
     ] = None,
     start: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Train this drafter further; its sizes and taps are its own."),
+        typer.Option(
+            metavar="DIR",
+            help="Train this drafter further; its sizes are its own, but for more layers and a smaller vocabulary.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 4,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,

@@ -28,6 +28,7 @@ from specc.models.decoder_layer import final_norm
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.load import LoadedModel
 from specc.models.paths import layer_paths
+from specc.training.grow import add_layers, cut_vocabulary
 
 _FIRST_SCALE = 0.2  # of the final norm; cross-entropy after 50 steps was 6.5 instead of 7.5 with it
 
@@ -46,7 +47,8 @@ class Sizes:
         markov_rank: DSpark's sequential head; 0 = none.
         selector_rank: DFlash 2's codebooks.
         taps: Target states read, each "after j layers"; None = three of them, spread.
-        start: A drafter's folder to go on from; what it is made of is then its own, not as asked for here.
+        start: A drafter's folder to go on from; what it is made of is then its own, not as asked for here,
+            but for more layers (block methods) and fewer rows of the head.
     """
 
     method: str
@@ -162,7 +164,7 @@ def make_drafter(
     if sizes.method == "dflash2" and sizes.draft_vocab is not None:
         raise InputError("draft_vocab", sizes.draft_vocab, "None for dflash2: its codebooks name target ids")
     if sizes.start is not None:
-        return go_on_from(sizes, target)
+        return go_on_from(sizes, target, counts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ids = choose_vocabulary(counts, sizes.draft_vocab)
@@ -171,24 +173,49 @@ def make_drafter(
         return _block(sizes, target, ids, choose_mask(target, counts))
 
 
-def go_on_from(sizes: Sizes, target: LoadedModel) -> tuple[DrafterInfo, nn.Module]:
+def go_on_from(
+    sizes: Sizes, target: LoadedModel, counts: Tensor | None = None
+) -> tuple[DrafterInfo, nn.Module]:
     """Return the drafter in ``sizes.start``, ready to be trained further; its head stays as frozen as it was.
 
+    Args:
+        sizes: What to make; of its sizes only more layers and fewer rows of the head are heeded.
+        target: What it drafts for.
+        counts: int64 [vocabulary], how often each id is in the training answers: which rows stay. None = all.
+
     Raises:
-        InputError: Taps were asked for that it does not read.
+        InputError: Taps were asked for that it does not read, or sizes that it cannot be brought to.
         ArtifactError, UnsupportedError: The folder holds no drafter of this method for this target.
     """
     assert sizes.start is not None
     bundle = read_drafter(sizes.start, target.info, sizes.method)
-    if sizes.taps is not None and tuple(sizes.taps) != bundle.info.taps:
-        raise InputError("taps", sizes.taps, f"none, or those that {sizes.start} reads: {bundle.info.taps}")
-    bundle.module.requires_grad_()
-    config: Any = bundle.info.config
+    info, module = bundle.info, bundle.module
+    if sizes.taps is not None and tuple(sizes.taps) != info.taps:
+        raise InputError("taps", sizes.taps, f"none, or those that {sizes.start} reads: {info.taps}")
+    module, config = _resized(sizes, module, counts)
+    module.requires_grad_()
     if config.own_head:
-        bundle.module.get_submodule("lm_head").requires_grad_(requires_grad=False)
-    return replace(
-        bundle.info, name=f"{target.info.name}-{sizes.method}", layout="speculators"
-    ), bundle.module
+        module.get_submodule("lm_head").requires_grad_(requires_grad=False)
+    changed = replace(info, config=config, vocab=config.draft_vocab, layout="speculators")
+    return replace(changed, name=f"{target.info.name}-{sizes.method}"), module
+
+
+def _resized(sizes: Sizes, module: Any, counts: Tensor | None) -> tuple[nn.Module, Any]:
+    config = module.config
+    if sizes.layers > config.layers:
+        if not isinstance(module, BlockDrafter):
+            raise InputError(
+                "layers", sizes.layers, f"{config.layers}: only block drafters are given more layers"
+            )
+        module = add_layers(module, sizes.layers)
+    if counts is not None and sizes.draft_vocab is not None and sizes.draft_vocab < config.draft_vocab:
+        known = torch.full_like(counts, -1)  # an id without a row is never among the commonest
+        ids = torch.arange(len(counts)) if module.target_ids is None else module.target_ids
+        known[ids] = counts[ids]
+        chosen = choose_vocabulary(known, sizes.draft_vocab)
+        assert chosen is not None
+        module = cut_vocabulary(module, chosen)
+    return module, module.config
 
 
 def _info(

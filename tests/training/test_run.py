@@ -17,7 +17,7 @@ from specc.errors import InputError, UnknownNameError
 from specc.models.load import LoadedModel, load_target
 from specc.training.loop import Plan, Trainer
 from specc.training.run import TrainOptions
-from specc.training.start import METHODS, Sizes
+from specc.training.start import METHODS, Sizes, go_on_from
 from specc.training.terms import LossOptions
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -187,7 +187,7 @@ def test_a_finished_drafter_is_trained_further(
     first = make(target, data, tmp_path / "first", 6, method)
     first.run()
     sizes = Sizes(
-        method, 2, 5, None, 8, 8, None, str(tmp_path / "first")
+        method, 1, 5, None, 8, 8, None, str(tmp_path / "first")
     )  # all but the method is the drafter's
     again = Trainer(target, sizes, replace(first.plan, steps=2), LOSS, data, tmp_path / "again")
     reached, begins = first.history.held_out[-1]["loss"], again.measure()["loss"]
@@ -200,3 +200,46 @@ def test_a_finished_drafter_is_trained_further(
     assert not {"lm_head.weight", "embed_tokens.weight"} & moved
     with pytest.raises(InputError, match="taps"):
         Trainer(target, replace(sizes, taps=(1, 2)), first.plan, LOSS, data, tmp_path / "third")
+
+
+def test_a_drafter_with_more_layers_says_the_same_and_learns(
+    target: LoadedModel, data: Path, tmp_path: Path
+) -> None:
+    first = make(target, data, tmp_path / "first", 6)
+    first.run()
+    sizes = Sizes("dspark", 3, start=str(tmp_path / "first"))
+    grown = Trainer(target, sizes, replace(first.plan, steps=3), LOSS, data, tmp_path / "grown")
+    assert grown.info.config.layers == 3
+    reached, begins = first.history.held_out[-1]["loss"], grown.measure()["loss"]
+    assert abs(begins - reached) < 0.02 * abs(reached)
+    before = {n: p.detach().clone() for n, p in grown.module.named_parameters()}
+    grown.run()
+    moved = {n for n, p in grown.module.named_parameters() if not torch.equal(p, before[n])}
+    assert {
+        f"layers.{i}.{part}.weight" for i in range(3) for part in ("o_proj", "mlp.down_proj", "q_proj")
+    } <= moved
+    read = specc.compile(target, tmp_path / "grown", method="dspark", backend="eager", max_length=48)
+    assert read.generate(torch.tensor([[5, 9, 11, 12]]), max_new_tokens=8, eos_token_id=None).shape == (1, 12)
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_a_smaller_vocabulary_keeps_its_logits(
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
+) -> None:
+    first = make(target, data, tmp_path / "first", 6, method)
+    first.run()
+    counts = first.feed.counts(target.info.vocab)
+    whole = go_on_from(Sizes(method, start=str(tmp_path / "first")), target)[1]
+    info, cut = go_on_from(Sizes(method, draft_vocab=40, start=str(tmp_path / "first")), target, counts)
+    assert info.vocab == len(cut.target_ids) == 40
+    commonest = counts[whole.target_ids].argsort(descending=True, stable=True)[:40]
+    assert set(cut.target_ids.tolist()) == set(whole.target_ids[commonest].tolist())
+    rows = torch.isin(whole.target_ids, cut.target_ids)
+    hidden = torch.randn(3, target.info.hidden)
+    torch.testing.assert_close(cut.lm_head(hidden), whole.lm_head(hidden)[:, rows])
+    if method == "dspark":
+        latent = torch.randn(3, 4)
+        torch.testing.assert_close(cut.markov_head.bias(latent), whole.markov_head.bias(latent)[:, rows])
+    else:
+        with pytest.raises(InputError, match="layers"):
+            go_on_from(Sizes(method, 2, start=str(tmp_path / "first")), target)

@@ -1,0 +1,69 @@
+"""A finished drafter in other sizes, saying what it said: more layers, fewer words.
+
+A new layer adds nothing at first, because what it would add is multiplied by zero; training finds a use for it
+(the zero start of residual branches, as in Net2Net's identity layers). A smaller draft vocabulary keeps its
+rows: logits of the ids that stay are what they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.drafters.block import BlockDrafter
+from specc.errors import InputError
+
+
+def add_layers(drafter: BlockDrafter, layers: int) -> BlockDrafter:
+    """Return the drafter with ``layers`` layers; the new ones are copies of its last that add nothing yet.
+
+    Raises:
+        InputError: It has more layers than that.
+    """
+    old = drafter.config
+    if layers < old.layers:
+        raise InputError("layers", layers, f"at least the {old.layers} that the drafter has")
+    more = layers - old.layers
+    config = replace(
+        old,
+        layers=layers,
+        causal=(*old.causal, *old.causal[-1:] * more),
+        windows=(*old.windows, *old.windows[-1:] * more),
+    )
+    wider = BlockDrafter(config)
+    state = drafter.state_dict()
+    for index in range(old.layers, layers):
+        for name, value in drafter.layers[-1].state_dict().items():
+            adds = name.startswith(("o_proj.", "mlp.down_proj."))
+            state[f"layers.{index}.{name}"] = torch.zeros_like(value) if adds else value
+    for name in ("key_value.weight", "key_value.bias"):
+        if name in state:
+            width = len(state[name]) // old.layers
+            state[name] = torch.cat([state[name], *[state[name][-width:]] * more])
+    wider.load_state_dict(state)
+    return wider
+
+
+def cut_vocabulary(drafter: Any, ids: Tensor) -> Any:
+    """Return the drafter with the target ids ``ids``, int64 [rows] ascending, for its draft vocabulary.
+
+    Raises:
+        InputError: It has no draft vocabulary of its own, or not all of those ids.
+    """
+    kept = drafter.target_ids
+    if kept is None or not drafter.config.own_head:
+        raise InputError("draft_vocab", len(ids), "none: the drafter uses the target's head and vocabulary")
+    rows = torch.searchsorted(kept, ids).clamp(max=len(kept) - 1)
+    missing = ids[kept[rows] != ids]
+    if len(missing):
+        raise InputError("draft_vocab", missing[:5].tolist(), "ids that the drafter has a row for")
+    smaller = type(drafter)(replace(drafter.config, draft_vocab=len(ids)))
+    state = dict(drafter.state_dict())
+    for name in ("target_ids", "lm_head.weight", "markov_head.markov_w2.weight"):
+        if name in state:
+            state[name] = state[name][rows]
+    smaller.load_state_dict(state)
+    return smaller
