@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ class Trainer:
         resume: bool = False,
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        self.target, self.sizes, self.plan, self.options = target, sizes, plan, options
+        self.target, self.sizes, self.plan = target, sizes, plan
+        self.options = replace(options, steps=options.steps or sizes.block)
         self.output, self.say = output, say
         self.device = next(target.module.parameters()).device
         self._half = target.info.dtype in (torch.bfloat16, torch.float16)

@@ -100,6 +100,7 @@ def eagle3(
     A row counts when its label is an answer token and no token outside the draft vocabulary can be likelier
     than all inside; each sequence's mean counts once.
     """
+    assert options.steps is not None, "the trainer knows how many drafts are trained for"
     start = max(int(batch.first.min()) - 1, 0)
     outputs = rollout(drafter, batch.features, batch.ids, embed, options.steps, start)
     with torch.no_grad():
@@ -110,24 +111,30 @@ def eagle3(
     prefix: Tensor | None = None
     prefixes, totals, overlaps = [], [], []
     for step, output in enumerate(outputs):
-        column = (rows + 1 + step).clamp(max=length - 1)
+        # Only rows with a label: answers differ in length, and the head is most of the work.
         valid = (rows >= batch.first[:, None] - 1) & (rows + 2 + step < batch.end[:, None])
-        p = chances[:, column]
+        sequence, row = valid.nonzero(as_tuple=True)
+        column = rows[row] + 1 + step
+        p = chances[sequence, column]
         mass = p.sum(-1)
-        known = valid & (p.amax(-1) >= 1 - mass)
-        log_q = drafter.head(output).float().log_softmax(-1)
+        known = p.amax(-1) >= 1 - mass
+        log_q = drafter.head(output[sequence, row]).float().log_softmax(-1)
         within = p / mass.clamp(min=1e-9)[..., None]
         cross = -(within * log_q).sum(-1) * known
-        per_sequence = cross.sum(1) / known.sum(1).clamp(min=1)
-        counted = known.any(1)
-        weight = options.step_decay**step
-        result.terms[f"step{step}"] = (weight, per_sequence.sum(), counted.sum().float())
-        label = reference.draft_index[batch.ids[:, (column + 1).clamp(max=length - 1)]]
-        right = (log_q.argmax(-1) == label) & valid
+        counted = torch.zeros(len(batch.ids), device=cross.device).index_add(0, sequence, known.float())
+        per_sequence = torch.zeros_like(counted).index_add(0, sequence, cross) / counted.clamp(min=1)
+        result.terms[f"step{step}"] = (
+            options.step_decay**step,
+            per_sequence.sum(),
+            (counted > 0).sum().float(),
+        )
+        label = reference.draft_index[batch.ids[sequence, column + 1]]
+        right = torch.zeros_like(valid)
+        right[sequence, row] = log_q.argmax(-1) == label
         prefix = right if prefix is None else prefix & right
         prefixes.append(prefix.sum())
         totals.append(valid.sum())
-        overlaps.append((torch.minimum(log_q.detach().exp(), p).sum(-1) * valid).sum())
+        overlaps.append(torch.minimum(log_q.detach().exp(), p).sum())
     result.prefix, result.total = torch.stack(prefixes), torch.stack(totals)
     result.overlap = torch.stack(overlaps)
     return result

@@ -46,7 +46,7 @@ class LossOptions:
         selector: DFlash 2's selector term.
         step_decay: EAGLE-3's weight of step s is this to the power s.
         anchors: Anchors drawn per sequence.
-        steps: EAGLE-3's training-time test steps.
+        steps: EAGLE-3's training-time test steps; None = as many as the block it is trained for.
     """
 
     ce: float = 0.1
@@ -57,7 +57,7 @@ class LossOptions:
     selector: float = 1.0
     step_decay: float = 0.8
     anchors: int = 64
-    steps: int = 7
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
