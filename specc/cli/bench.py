@@ -24,13 +24,6 @@ def _drafters(given: list[str] | None) -> str | dict[str, str] | None:
     return {method: path for method, _, path in pairs}
 
 
-def _blocks(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(item) for item in text.split(",")) if text else ()
-    except ValueError:
-        raise InputError("--blocks", text, "whole numbers separated by commas") from None
-
-
 def bench(
     context: typer.Context,
     model: options.Model,
@@ -82,7 +75,7 @@ def bench(
     json_output: options.Json = False,
 ) -> None:
     """Measure methods against plain decoding and transformers, interleaved on one machine."""
-    drafters, lengths = _drafters(drafter), _blocks(blocks)
+    drafters, lengths = _drafters(drafter), options.numbers("--blocks", blocks)
     console.show_options(context)
 
     from specc import api  # heavy: torch and the compiler

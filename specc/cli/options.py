@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specc.errors import InputError
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -58,3 +60,11 @@ Dump = Annotated[
     Path | None,
     typer.Option(metavar="DIR", file_okay=False, help="Write the graph after every pass as text into DIR."),
 ]
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...]:
+    """Return the whole numbers of a list with commas; none of None."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise InputError(option, text, "whole numbers with commas between, such as 2,15,28") from None

@@ -60,6 +60,10 @@ def train(
             help="Weight of cross-entropy with the target's distribution: helps short runs (block methods)."
         ),
     ] = 0.0,
+    anchors: Annotated[
+        int,
+        typer.Option(min=1, help="Places per sequence that blocks are drafted at in a step (block methods)."),
+    ] = 64,
     seed: Annotated[int, typer.Option(help="Of the order, the anchors, the prompts.")] = 0,
     avoid: Annotated[
         Path | None,
@@ -81,15 +85,15 @@ def train(
     """
     console.show_options(context)
 
+    chosen = options.numbers("--taps", taps) or None
     from specc import api  # heavy: torch and the compiler
     from specc.api import LossOptions
 
-    chosen = tuple(int(part) for part in taps.split(",")) if taps else None
     report = api.train(
         model, method=method, output=output, prompts=prompts, tokens=tokens, slots=slots, minutes=minutes, steps=steps,
         draft_vocab=draft_vocab, layers=layers, block=block, markov_rank=markov_rank, selector_rank=selector_rank,
         taps=chosen, start=start, batch=batch, rate=rate, seed=seed, avoid=avoid, data=data, resume=resume,
-        loss=LossOptions(soft=soft), dtype=dtype, device=device, backend=backend, say=console.say,
+        loss=LossOptions(soft=soft, anchors=anchors), dtype=dtype, device=device, backend=backend, say=console.say,
         command=_command(context),
     )  # fmt: skip
     if json_output:

@@ -95,8 +95,10 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise InputError(name, value, f"a whole number of at least {least}")
-        if self.minutes is not None and not self.minutes > 0:
-            raise InputError("minutes", self.minutes, "more than 0")
+        for name in ("minutes", "rate"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise InputError(name, value, "a number above 0")
         if self.minutes is None and self.steps is None:
             raise InputError("minutes", None, "minutes or steps: a run needs an end")
 
@@ -130,6 +132,8 @@ def train_drafter(
     if sizes.start is not None:
         sizes = replace(sizes, taps=go_on_from(sizes, target)[0].taps)
     taps = sizes.resolved_taps(target.info.layers)
+    if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= target.info.layers for tap in taps):
+        raise InputError("taps", taps, f"different numbers of layers, each 0 to {target.info.layers}")
     folder = data_folder(target, taps, options)
     if _rank() == 0:
         collect(target, backend, folder, taps, options, say)

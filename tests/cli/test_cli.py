@@ -202,7 +202,14 @@ def test_sampling_options(
         ),
         (["run", "m", "--prompt", "a", "--block", "-1"], "--block"),
         (["bench", "m", "--repeats", "0"], "--repeats"),
-        (["bench", "m", "--blocks", "1,x"], "--blocks: whole numbers separated by commas; got '1,x'"),
+        (
+            ["bench", "m", "--blocks", "1,x"],
+            "--blocks: whole numbers with commas between, such as 2,15,28; got '1,x'",
+        ),
+        (
+            ["train", "m", "--method", "dspark", "--output", "o", "--taps", "2,x"],
+            "--taps: whole numbers with commas",
+        ),
         (
             ["bench", "m", "--drafter", "a", "--drafter", "b"],
             "--drafter: one drafter, or METHOD=PATH for each",

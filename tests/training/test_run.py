@@ -144,6 +144,18 @@ def test_refusals(target: LoadedModel, data: Path, tmp_path: Path) -> None:
         TrainOptions("dsprak", tmp_path, steps=1)
     with pytest.raises(InputError, match="minutes"):
         TrainOptions("dspark", tmp_path)
+    for name, value in (
+        ("rate", -1),
+        ("rate", "fast"),
+        ("minutes", 0),
+        ("minutes", float("nan")),
+        ("layers", 0),
+    ):
+        with pytest.raises(InputError, match=name):
+            TrainOptions("dspark", tmp_path, **{"steps": 1, name: value})
+    for taps in ((1, 77), (), (1, 1), (-1, 2)):
+        with pytest.raises(InputError, match="taps"):
+            specc.train(target, method="dspark", output=tmp_path / "t", data=data, steps=1, taps=taps)
     with pytest.raises(UnknownNameError, match="markov_rank"):
         specc.train(target, method="dspark", output=tmp_path, markof_rank=1)
 
