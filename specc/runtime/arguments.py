@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from specc.sampling import WARPERS, bind_all
 from specc.sampling.constraint import Constraint
 from specc.step import MAX_EOS
 
+logger = logging.getLogger(__name__)
+
 _SETTINGS = frozenset(warper.name for warper in WARPERS)
 _OWN = frozenset({
     "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "bos_token_id",
@@ -27,12 +30,11 @@ _OWN = frozenset({
 # Settings of transformers that change nothing here, at whatever value: how its own caches and loops run.
 _IGNORED = frozenset({
     "cache_implementation", "cache_config", "length_penalty", "early_stopping", "diversity_penalty",
-    "num_beam_groups", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "disable_compile",
-    "compile_config", "continuous_batching_config", "is_assistant", "num_assistant_tokens",
+    "num_beam_groups", "disable_compile", "compile_config", "max_cache_len",
+    "continuous_batching_config", "is_assistant", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "prefill_chunk_size",
-    "decoder_start_token_id", "return_legacy_cache", "low_memory", "renormalize_logits_off",
-    "output_attentions_off", "temperature_last", "_from_model_config", "transformers_version",
+    "decoder_start_token_id", "return_legacy_cache", "low_memory", "_from_model_config", "transformers_version",
 })  # fmt: skip
 
 
@@ -167,10 +169,19 @@ def _limit(settings: Mapping[str, Any], prompt: int, capacity: int) -> int:
             f"at most max_length={capacity} tokens (set at compile)",
         )
     if settings.get("max_new_tokens") is not None:
-        return min(prompt + _count(settings, "max_new_tokens", 0), capacity)
-    if settings.get("max_length") is not None:
-        return max(prompt, min(_count(settings, "max_length", 0), capacity))
-    return capacity
+        wanted = prompt + _count(settings, "max_new_tokens", 0)
+    elif settings.get("max_length") is not None:
+        wanted = _count(settings, "max_length", 0)
+        if wanted < prompt:
+            raise InputError("max_length", wanted, f"at least the {prompt} tokens of the prompt")
+    else:
+        return capacity
+    if wanted > capacity:
+        logger.warning(
+            "a prompt of %d tokens leaves room for %d more, not for %d: max_length=%d was set at compile",
+            prompt, capacity - prompt, wanted - prompt, capacity,
+        )  # fmt: skip
+    return min(wanted, capacity)
 
 
 def _count(settings: Mapping[str, Any], name: str, least: int) -> int:
@@ -224,7 +235,8 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         if name in GLOBAL_DEFAULTS and value == GLOBAL_DEFAULTS[name]:
             continue
         if name in GLOBAL_DEFAULTS or name in _REFUSED:
-            if value not in (False, 0, _REFUSED.get(name)):
+            # 0 is not "off" everywhere: as guidance_scale or max_time it changes the text.
+            if value is not False and value != _REFUSED.get(name):
                 refused.append(f"{name}={value!r}")
         else:
             raise UnknownNameError("argument", name, sorted(_SETTINGS | _OWN | set(_REFUSED)))
@@ -238,11 +250,12 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
 
 # Settings of transformers that specc does not honour, with the value at which they do nothing.
 _REFUSED: Mapping[str, Any] = {
-    "num_beams": 1, "penalty_alpha": None, "guidance_scale": None, "watermarking_config": None,
+    "num_beams": 1, "penalty_alpha": 0, "guidance_scale": 1, "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0, "watermarking_config": None,
     "forced_bos_token_id": None, "forced_decoder_ids": None, "exponential_decay_length_penalty": None,
     "remove_invalid_values": False, "renormalize_logits": False, "token_healing": False, "dola_layers": None,
     "max_time": None, "constraints": None, "force_words_ids": None, "prompt_lookup_num_tokens": None,
     "output_attentions": False, "custom_generate": None, "prefix_allowed_tokens_fn": None,
     "stopping_criteria": None, "assistant_model": None, "negative_prompt_ids": None, "past_key_values": None,
-    "inputs_embeds": None, "top_h": None, "speculation_type": None, "use_mtp": False,
+    "inputs_embeds": None, "top_h": None, "assistant_ensemble_weight": None, "speculation_type": None, "use_mtp": False,
 }  # fmt: skip

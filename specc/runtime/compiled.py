@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specc.contracts import AcceptRule, Method, ModelInfo
-from specc.errors import InputError, UnsupportedError
+from specc.errors import InputError, SpeccError, UnsupportedError
 from specc.models.generation import check_streamer
 from specc.runtime.arguments import Arguments, read_arguments
 from specc.runtime.engine import Engine
@@ -161,6 +161,10 @@ class Compiled:
 
         Yields:
             (id, tokens): new tokens as they are decided; an empty list says that the sequence has ended.
+
+        Raises:
+            InputError, UnknownNameError, UnsupportedError: A request is wrong. It is the last one that is read;
+                those before it are served to their end first, so that none of them loses its text.
         """
         if not isinstance(requests, Iterable):
             raise InputError(
@@ -179,26 +183,16 @@ class Compiled:
             self._watch.check()
             held: dict[int, tuple[object, StopStrings | None, list[int]]] = {}
 
+            wrong: list[SpeccError] = []
+
             def read() -> Iterator[Request]:
                 for number, item in enumerate(requests):
-                    if (
-                        not isinstance(item, tuple | list)
-                        or len(item) != 2
-                        or not isinstance(item[1], Mapping)
-                    ):
-                        raise InputError(
-                            "requests", item, "pairs of an id and a mapping of generate's arguments"
-                        )
-                    name, given = item
-                    arguments = self._one(dict(given))
-                    request = arguments.requests[0]
+                    try:
+                        name, request, stops = self._asked(item)
+                    except SpeccError as error:
+                        wrong.append(error)
+                        return
                     request.key = number
-                    stops = (
-                        StopStrings(arguments.stop_strings, self.tokenizer)
-                        if arguments.stop_strings
-                        else None
-                    )
-                    request.own = replace(request.own, stops=stops)
                     held[number] = (name, stops, [])
                     if request.limit > request.ids.shape[0]:
                         yield request
@@ -223,6 +217,8 @@ class Compiled:
                         yield name, []
                 for number in done:
                     yield held.pop(number)[0], []
+                if wrong:
+                    raise wrong[0]
             finally:
                 progress.close()
 
@@ -317,9 +313,22 @@ class Compiled:
         wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
         return tuple(dict.fromkeys(f for f in wanted if f))
 
+    def _asked(self, item: Any) -> tuple[object, Request, StopStrings | None]:
+        """Return the id, the request and the stop strings of an item of `stream`."""
+        if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Mapping):
+            raise InputError("requests", item, "pairs of an id and a mapping of generate's arguments")
+        name, given = item
+        arguments = self._one(dict(given))
+        strings, request = arguments.stop_strings, arguments.requests[0]
+        stops = StopStrings(strings, self.tokenizer) if strings else None
+        request.own = replace(request.own, stops=stops)
+        return name, request, stops
+
     def _one(self, given: dict[str, Any]) -> Arguments:
         if given.get("input_ids") is None:
             raise InputError("input_ids", None, "token ids in every request")
+        if given.pop("streamer", None) is not None:
+            raise InputError("streamer", "a streamer", "none: a stream yields its tokens itself")
         arguments = read_arguments(
             given.pop("input_ids"),
             given.pop("attention_mask", None),
@@ -333,6 +342,9 @@ class Compiled:
         )
         if len(arguments.requests) != 1:
             raise InputError("input_ids", f"{len(arguments.requests)} sequences", "one sequence per request")
+        if arguments.extras or arguments.returns_dict:
+            asked = ", ".join((*arguments.extras, *["return_dict_in_generate"] * arguments.returns_dict))
+            raise InputError("requests", asked, "tokens only: a stream yields nothing else, generate does")
         return arguments
 
     def _scheduler(self, extras: tuple[str, ...]) -> Scheduler:

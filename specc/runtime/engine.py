@@ -179,6 +179,7 @@ class Engine:
     def stop(self, slot: int) -> None:
         """Take a slot out of the next steps; its tokens and caches stay, for a shared prefix."""
         self.state.state["running"][slot] = False
+        self._values.pop(slot, None)  # families chosen later need not have room for them
 
     def forget(self, slot: int, rows: int) -> None:
         """Count no more than the first ``rows`` tokens of a slot as tokens whose rows have run."""

@@ -198,6 +198,7 @@ class Scheduler:
             finish = None if record.finish == RUNNING else "stop" if record.finish == STOP else "length"
             if finish is not None:
                 del self._slots[slot]
+                self.engine.stop(slot)
             else:
                 self._advance(slot, held, len(record.tokens))
             yield Progress(held.request, record, finish, slot)

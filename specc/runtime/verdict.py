@@ -1,8 +1,9 @@
 """Say whether speculation changed greedy text, and if so whether rounding explains it: the verdict "tie" or "bug".
 
 Two steps that run other numbers of rows round differently, so where two tokens are nearly equal either may win. That
-is a tie: the gap between the two tokens is within the error measured between row counts at that very position, and the
-logits of the speculative run are as near to a fresh reading as rounding allows. Everything else is a bug.
+is a tie: the gap between the two tokens is within the error measured between row counts at that very position, the
+logits of the speculative run are as near to a fresh reading as rounding allows, and so are the two runs' scores, which
+is what penalties and bans made of the logits. Everything else is a bug.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from specc.runtime.compiled import Compiled
 from specc.runtime.generation import Generation
 
 _OURS = frozenset({
-    "num_return_sequences", "return_dict_in_generate", "output_logits", "pad_token_id", "streamer", "input_ids",
-    "attention_mask", "inputs",
+    "num_return_sequences", "return_dict_in_generate", "output_logits", "output_scores", "pad_token_id", "streamer",
+    "input_ids", "attention_mask", "inputs",
 })  # fmt: skip
 # A flip needs two logits to move, and each reading is one sample of an error that also piles up in K/V.
 _SPREAD = 4.0
@@ -38,9 +39,10 @@ class Divergence:
         position: of the token in the sequence, prompt included.
         plain: token of the run without speculation; None where that run had ended.
         speculative: token of the run with speculation; None where that run had ended.
-        gap: how far the plain run's logits put its own token ahead of the other: the top-2 gap, as a rule.
+        gap: how far the plain run's scores put its own token ahead of the other: the top-2 gap, as a rule.
         error: largest difference of the position's logits between row counts, fresh readings on this device.
         strayed: largest difference of the speculative run's logits there to the fresh reading of one row.
+        bent: largest difference of the two runs' scores there.
         verdict: "tie" where rounding explains it, else "bug".
         reason: the verdict in words.
     """
@@ -52,6 +54,7 @@ class Divergence:
     gap: float
     error: float
     strayed: float
+    bent: float
     verdict: Literal["tie", "bug"]
     reason: str
 
@@ -114,7 +117,7 @@ class VerifyReport:
             (
                 f"  {d.verdict}: prompt {d.prompt}, position {d.position}: token {_name(d.plain)} {without}, "
                 f"{_name(d.speculative)} with speculation; gap {d.gap:.3g}, error between row counts {d.error:.3g}, "
-                f"speculative logits off by {d.strayed:.3g}: {d.reason}"
+                f"speculative logits off by {d.strayed:.3g}, scores by {d.bent:.3g}: {d.reason}"
             )
             for d in self.divergences
         )
@@ -210,15 +213,21 @@ class _Run:
         row: list[int] = self.result.sequences[index, self._width :].tolist()
         return row[: row.index(-1)] if -1 in row else row
 
-    def logits(self, index: int, at: int) -> Tensor | None:
-        rows = self.result.logits or ()
-        return rows[at][index] if at < len(self.text(index)) else None
+    def logits(self, index: int, at: int) -> Tensor:
+        assert self.result.logits is not None
+        return self.result.logits[at][index].float()
+
+    def scores(self, index: int, at: int) -> Tensor:
+        assert self.result.scores is not None
+        return self.result.scores[at][index].float()
 
 
 def generate(compiled: Compiled, ids: Tensor, mask: Tensor | None = None, **settings: Any) -> Generation:
-    """Generate and return logits, too; nothing cached by an earlier call is used."""
+    """Generate and return logits and scores, too; nothing cached by an earlier call is used."""
     compiled.forget()
-    out = compiled.generate(ids, mask, output_logits=True, return_dict_in_generate=True, **settings)
+    out = compiled.generate(
+        ids, mask, output_logits=True, output_scores=True, return_dict_in_generate=True, **settings
+    )
     assert isinstance(out, Generation)
     return out
 
@@ -236,34 +245,49 @@ def _judge(
     nan = float("nan")
     text = torch.cat([prompt, torch.tensor(plain.text(index)[:at], dtype=torch.int64)])
     tokens = [run.text(index)[at] if at < len(run.text(index)) else None for run in (plain, drafted)]
-    rows = [run.logits(index, at) for run in (plain, drafted)]
     ours, theirs = tokens
+    nothing = (nan, nan, nan, nan)
 
     def found(
-        reason: str, gap: float = nan, error: float = nan, strayed: float = nan, *, is_tie: bool = False
+        reason: str, measured: tuple[float, float, float, float] = nothing, *, is_tie: bool = False
     ) -> Divergence:
         verdict: Literal["tie", "bug"] = "tie" if is_tie else "bug"
-        return Divergence(index, text.shape[0], ours, theirs, gap, error, strayed, verdict, reason)
+        return Divergence(index, text.shape[0], ours, theirs, *measured, verdict, reason)
 
-    if rows[0] is None or rows[1] is None or ours is None or theirs is None:
+    if ours is None or theirs is None:
         return found("one run ended before the other")
     one, many = _fresh(compiled, text)
+    logits = [run.logits(index, at) for run in (plain, drafted)]
+    scores = [run.scores(index, at) for run in (plain, drafted)]
     floor = torch.finfo(_dtype(compiled)).eps * float(one.abs().max())
-    error = max(float((one - many).abs().max()), float((rows[0] - one).abs().max()))
-    strayed = float((rows[1] - one).abs().max())
-    gap = float(rows[0][ours] - rows[0][theirs])
+    error = max(float((one - many).abs().max()), float((logits[0] - one).abs().max()))
+    strayed = float((logits[1] - one).abs().max())
+    gap = float(scores[0][ours] - scores[0][theirs])
+    bent = _difference(scores[0], scores[1])
+    measured = (gap, error, strayed, bent)
     allowed = max(error, floor)
     if compiled.exact is not None:
-        return found("exact='bitwise' promises equal bits", gap, error, strayed)
+        return found("exact='bitwise' promises equal bits", measured)
     if error > _PLAUSIBLE * floor:
-        return found(
-            f"rounding moves logits by some {floor:.1g}, the row counts differ by more", gap, error, strayed
-        )
+        return found(f"rounding moves logits by some {floor:.1g}, the row counts differ by more", measured)
     if strayed > _SPREAD * allowed:
-        return found("the speculative run's logits are not those of this text", gap, error, strayed)
-    if gap > _SPREAD * allowed:
-        return found("the gap is larger than the error", gap, error, strayed)
-    return found("rounding explains it", gap, error, strayed, is_tie=True)
+        return found("the speculative run's logits are not those of this text", measured)
+    stretch = max(1.0, _largest(scores[0]) / max(_largest(logits[0]), 1e-30))  # penalties stretch errors, too
+    if bent > _SPREAD * allowed * stretch:
+        return found("the settings did not do the same to both runs", measured)
+    if not gap <= _SPREAD * allowed * stretch:
+        return found("the gap is larger than the error", measured)
+    return found("rounding explains it", measured, is_tie=True)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference; what both ban does not count, what one alone bans is infinitely far off."""
+    both = one.isneginf() & other.isneginf()
+    return float((one - other).abs().masked_fill(both, 0.0).max())
+
+
+def _largest(scores: Tensor) -> float:
+    return float(scores.masked_fill(scores.isinf(), 0.0).abs().max())
 
 
 def _fresh(compiled: Compiled, text: Tensor) -> tuple[Tensor, Tensor]:

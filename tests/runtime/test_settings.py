@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
-from tests.serving import EVERYTHING, PROMPTS, compiled, plain_text, reference_text, serve
+from specc.errors import InputError, UnsupportedError
+from specc.runtime import arguments
+from tests.serving import CAPACITY, EVERYTHING, PROMPTS, compiled, plain_text, reference_text, serve
 from tests.tiny import EOS
 
 NEW = 14
@@ -203,3 +206,48 @@ def test_property_sampled_equals_the_slow_loop(which, requests):
     for text, request in zip(texts, requests, strict=True):
         given_ = {n: v for n, v in request.items() if n not in ("input_ids", "max_new_tokens")}
         assert text == reference_text(request["input_ids"][0], request["max_new_tokens"], **given_)
+
+
+@pytest.mark.parametrize("name", ["bad_words_ids", "suppress_tokens", "sequence_bias"])
+def test_a_long_list_leaves_nothing_behind_for_a_short_one(name):
+    """A slot that ran with a wide bucket serves a narrow one next, alone and beside another."""
+    text = base(0)
+    others = [i for i in range(2, 96) if i not in text]
+    ids = {
+        "bad_words_ids": [[i] for i in others],
+        "suppress_tokens": others,
+        "sequence_bias": {(i,): -50.0 for i in others},
+    }
+    long, short = ids[name], ({(text[0],): -50.0} if name == "sequence_bias" else ids[name][:1])
+    for setting in (long, short, long, short):
+        for count in (1, len(PROMPTS)):
+            given = batch_of(PROMPTS[:count])
+            out = compiled().generate(**given, max_new_tokens=NEW, pad_token_id=0, **{name: setting})
+            for index in range(count):
+                want = reference_text(PROMPTS[index], NEW, **{name: setting})
+                assert out[index, given["input_ids"].shape[1] :].tolist()[: len(want)] == want
+
+
+def test_every_field_of_transformers_is_honoured_or_refused():
+    """At a value that changes text; what is ignored changes none, being about caches, beams or assistants."""
+    known = arguments._SETTINGS | arguments._OWN | arguments._IGNORED | set(arguments._REFUSED)
+    assert set(GenerationConfig().to_dict()) <= known
+    values: dict[str, Any] = {"guidance_scale": 0, "max_time": 0, "forced_bos_token_id": 0, "num_beams": 0,
+                              "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2}  # fmt: skip
+    for name, neutral in arguments._REFUSED.items():
+        ids = torch.tensor([PROMPTS[0]])
+        with pytest.raises(UnsupportedError, match=name):
+            compiled().generate(ids, max_new_tokens=2, **{name: values.get(name, 3)})
+        for value in (None, False, neutral):
+            compiled().generate(ids, max_new_tokens=0, **{name: value})
+
+
+def test_lengths_that_do_not_fit(caplog: pytest.LogCaptureFixture):
+    ids = torch.tensor([PROMPTS[0]])
+    with pytest.raises(InputError, match="max_length"):
+        compiled().generate(ids, max_length=ids.shape[1] - 1)
+    assert torch.equal(compiled().generate(ids, max_length=ids.shape[1]), ids)
+    assert not caplog.records
+    whole = compiled().generate(ids, max_new_tokens=CAPACITY, eos_token_id=None)
+    assert whole.shape[1] == CAPACITY
+    assert f"room for {CAPACITY - ids.shape[1]} more" in caplog.text

@@ -252,17 +252,29 @@ def test_a_streamer_or_request_that_fails():
     object_ = compiled()
     with pytest.raises(OSError, match="closed pipe"):
         object_.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, streamer=Failing())
-    with pytest.raises(InputError):
-        list(
-            object_.stream(
-                [(0, {"input_ids": [PROMPTS[0]], "max_new_tokens": 9}), (1, {"input_ids": [[-1]]})]
-            )
-        )
+    for extra in ({"output_logits": True}, {"return_dict_in_generate": True}, {"streamer": Failing()}):
+        with pytest.raises(InputError, match=next(iter(extra)).removeprefix("output_").split("_")[0]):
+            list(object_.stream([(0, {"input_ids": [PROMPTS[0]], **extra})]))
     with pytest.raises(SpeccError):
         list(object_.stream([(0, {"input_ids": [PROMPTS[0]], "tempature": 1})]))
     assert serve(object_, [{"input_ids": [PROMPTS[0]], "max_new_tokens": 5}]) == [
         plain_text(PROMPTS[0], max_new_tokens=5)
     ]
+
+
+def test_a_wrong_request_ends_a_stream_after_those_before_it():
+    unread = iter([*[(i, {"input_ids": [PROMPTS[i]], "max_new_tokens": 9}) for i in range(2)],
+                   (2, {"input_ids": [[-1]]}), (3, {"input_ids": [PROMPTS[0]], "max_new_tokens": 9})])  # fmt: skip
+    texts = {0: [], 1: []}
+
+    def read():
+        for name, tokens in compiled().stream(unread):
+            texts[name] += tokens
+
+    with pytest.raises(InputError, match="input_ids"):
+        read()
+    assert texts == {i: plain_text(PROMPTS[i], max_new_tokens=9) for i in range(2)}
+    assert [name for name, _ in unread] == [3], "what comes after it is not read"
 
 
 def test_two_objects_of_one_target_in_two_threads():

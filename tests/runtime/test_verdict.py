@@ -13,6 +13,9 @@ from specc import api, step
 from specc.cli import app
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.runtime.verdict import VerifyReport
+from specc.sampling.logit_bias import LogitBias
+from specc.sampling.no_repeat_ngram_size import NoRepeatNgramSize
+from specc.sampling.repetition_penalty import RepetitionPenalty
 from tests.serving import CAPACITY, PROMPTS, compiled, plain_text, target
 from tests.tiny import noisy_copy, tiny_model
 
@@ -77,13 +80,39 @@ def test_an_off_by_one_in_the_target_is_a_bug(plant, monkeypatch):
     assert "NOT lossless" in report.render()
 
 
-def test_a_near_tie_of_bfloat16_is_a_tie():
+@pytest.mark.parametrize(
+    ("warper", "settings"),
+    [
+        (NoRepeatNgramSize, {"no_repeat_ngram_size": 1}),
+        (RepetitionPenalty, {"repetition_penalty": 3.0}),
+        (LogitBias, {"logit_bias": dict.fromkeys(range(2, 96, 2), 2.0)}),
+    ],
+    ids=["ban", "penalty", "bias"],
+)
+def test_a_setting_that_forgets_drafts_is_a_bug(warper, settings, monkeypatch):
+    """Logits are right to the bit then, so only the scores can tell."""
+    right = warper.apply
+
+    def planted(self, logits, context):
+        return torch.cat([right(self, logits, context)[:, :1], logits[:, 1:]], dim=1)
+
+    monkeypatch.setattr(warper, "apply", planted)
+    report = specc.verify(compile_tiny(), PROMPTS, max_new_tokens=NEW, settings=settings)
+    assert {d.verdict for d in report.divergences} == {"bug"}
+    assert not report.is_lossless
+    monkeypatch.setattr(warper, "apply", right)
+    assert specc.verify(compile_tiny(), PROMPTS, max_new_tokens=NEW, settings=settings).divergences == ()
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_near_tie_of_bfloat16_is_a_tie(penalised):
     model = tiny_model("llama").to(torch.bfloat16)
     object_ = compile_tiny(model=model)
     # Which texts meet a near-tie depends on the machine's bfloat16 kernels: so many that some do on any.
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(2, 96, (6,), generator=generator) for _ in range(30)]
-    report = specc.verify(object_, prompts, max_new_tokens=40)
+    settings = {"repetition_penalty": 1.3} if penalised else {}
+    report = specc.verify(object_, prompts, max_new_tokens=40, settings=settings)
     assert report.dtype == "bfloat16"
     assert report.divergences, "no near-tie among these prompts: the test is empty"
     assert {d.verdict for d in report.divergences} == {"tie"}
@@ -152,5 +181,5 @@ def test_the_command_exits_with_1_on_a_bug(is_lossless, monkeypatch):
 REPORT = VerifyReport("ngram", 8, "eager", "float32", None, 1, 5, 1.5, ())
 BUGGY = VerifyReport(
     "ngram", 8, "eager", "float32", None, 1, 5, 1.5,
-    (specc.runtime.verdict.Divergence(0, 7, 4, 5, 1.0, 1e-6, 0.5, "bug", "the gap is larger than the error"),),
+    (specc.runtime.verdict.Divergence(0, 7, 4, 5, 1.0, 1e-6, 0.5, 0.5, "bug", "the gap is larger than the error"),),
 )  # fmt: skip
