@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specc.checkpoints.fields import Fields
 from specc.checkpoints.reading import Folder
+from specc.checkpoints.skeleton import skeleton
 from specc.checkpoints.vocabulary import read_draft_ids
 from specc.contracts import DrafterBundle, DrafterInfo, ModelInfo
 from specc.drafters.block import BlockConfig, BlockDrafter
@@ -64,14 +65,15 @@ def read_mask_token(fields: Fields, vocab: int) -> int:
 
 def read_windows(fields: Fields, layers: int, size: int | None = None) -> tuple[int | None, ...]:
     """Return each layer's sliding window, or None; ``size`` overrides ``sliding_window``."""
-    kinds = fields.raw("layer_types", None)
-    if kinds is None:
+    if fields.has("layer_types"):
+        kinds = fields.strings("layer_types")
+    else:
         if fields.flag("use_sliding_window", False):
             raise fields.refuse(
                 "layer_types", "no such key", "a kind for each layer, since use_sliding_window is true"
             )
-        kinds = [FULL] * layers
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= {SLIDING, FULL}:
+        kinds = (FULL,) * layers
+    if len(kinds) != layers or not {*kinds} <= {SLIDING, FULL}:
         raise fields.refuse("layer_types", repr(kinds), f"{layers} of {SLIDING} and {FULL}")
     fields.raw("sliding_window", None)
     if SLIDING in kinds and size is None:
@@ -144,7 +146,7 @@ def load_block(
         )
     _check_fusion(folder, config, rename or {})
     ids = read_draft_ids(folder, config.draft_vocab, config.vocab)
-    drafter = BlockDrafter(replace(config, maps_ids=ids is not None))
+    drafter = skeleton(folder, BlockDrafter, replace(config, maps_ids=ids is not None))
     weights: dict[str, Tensor] = {}
     for name, value in drafter.state_dict().items():
         if name == "target_ids":

@@ -20,7 +20,7 @@ from specc.checkpoints.block_weights import (
     read_windows,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer
+from specc.checkpoints.layer_config import read_depth, read_layer
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.drafters.block import BlockConfig
@@ -41,7 +41,7 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
             ["its layers have sandwich norms, value norms and scalars, which specc does not compute yet"],
         )
     fields = Fields(folder.path, folder.config)
-    layer, layers = read_layer(fields), fields.integer("num_hidden_layers", least=1)
+    layer, layers = read_layer(fields), read_depth(fields)
     windows = read_windows(fields, layers)
     if any(windows):
         raise fields.refuse(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from specc.checkpoints.fields import Fields
 from specc.checkpoints.reading import Folder
+from specc.checkpoints.skeleton import skeleton
 from specc.checkpoints.vocabulary import read_draft_ids
 from specc.contracts import DrafterBundle, DrafterInfo, ModelInfo
 from specc.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -94,7 +96,7 @@ def load_eagle3(
             )
     ids = read_draft_ids(folder, config.draft_vocab, config.vocab)
     config = replace(config, maps_ids=ids is not None or config.draft_vocab < target.vocab)
-    drafter = Eagle3Drafter(config)
+    drafter = skeleton(folder, Eagle3Drafter, config)
     weights: dict[str, Tensor] = {}
     for name, value in drafter.state_dict().items():
         if name != "target_ids":
@@ -102,7 +104,7 @@ def load_eagle3(
     if ids is not None:
         weights["target_ids"] = ids
     elif drafter.target_ids is not None:
-        weights["target_ids"] = drafter.target_ids
+        weights["target_ids"] = torch.arange(config.draft_vocab)
     drafter.load_state_dict(weights, assign=True)
     return config, drafter.eval().requires_grad_(False)
 

@@ -52,6 +52,8 @@ HARMLESS = frozenset(
     }
 )
 _REQUIRED: Any = object()
+_MOST = 2**31 - 1
+_HUGE = 1e30  # beyond it float32 ends; NaN is not below it either
 
 
 class Fields:
@@ -75,18 +77,20 @@ class Fields:
             raise self.refuse(key, "null" if key in self.values else "no such key", "a value")
         return default
 
-    def integer(self, key: str, default: int = _REQUIRED, least: int = 0) -> int:
+    def integer(self, key: str, default: int = _REQUIRED, least: int = 0, most: int = _MOST) -> int:
         value = self.raw(key, default)
         if value is default and default is not _REQUIRED:
             return int(default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.refuse(key, repr(value), f"an integer of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.refuse(key, repr(value), f"an integer from {least} to {most}")
         return value
 
-    def number(self, key: str, default: float = _REQUIRED) -> float:
+    def number(self, key: str, default: float = _REQUIRED, above: float | None = None) -> float:
+        """Return a finite number, greater than ``above`` if that is given."""
         value = self.raw(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.refuse(key, repr(value), "a number")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE
+        if not is_number or (above is not None and value <= above):
+            raise self.refuse(key, repr(value), "a number" if above is None else f"a number above {above:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = _REQUIRED) -> bool:
@@ -107,6 +111,12 @@ class Fields:
             isinstance(v, int) and not isinstance(v, bool) for v in value
         ):
             raise self.refuse(key, repr(value), "a list of integers")
+        return tuple(value)
+
+    def strings(self, key: str, default: list[str] = _REQUIRED) -> tuple[str, ...]:
+        value = self.raw(key, default)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self.refuse(key, repr(value), "a list of strings")
         return tuple(value)
 
     def fields(self, key: str) -> Fields:
@@ -133,14 +143,14 @@ class Fields:
 
 def read_rope(fields: Fields) -> RopeConfig:
     """Read rotary parameters as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) has them."""
-    partial = fields.number("partial_rotary_factor", 1.0)
+    partial = fields.number("partial_rotary_factor", 1.0, above=0)
     if fields.has("rope_parameters"):
         rope = fields.fields("rope_parameters")
         fields.raw("rope_theta", None)
         fields.raw("rope_scaling", None)
-        theta = rope.number("rope_theta")
+        theta = rope.number("rope_theta", above=0)
     else:
-        theta = fields.number("rope_theta")
+        theta = fields.number("rope_theta", above=0)
         rope = (
             fields.fields("rope_scaling")
             if fields.has("rope_scaling")
@@ -150,17 +160,23 @@ def read_rope(fields: Fields) -> RopeConfig:
     kind = rope.choice("rope_type", ROPE_TYPES, old if old in ROPE_TYPES else "default")
     if old is not None and old != kind:
         raise rope.refuse("type", repr(old), f"one of {', '.join(ROPE_TYPES)}")
-    known: dict[str, Any] = {"partial": rope.number("partial_rotary_factor", partial)}
+    known: dict[str, Any] = {"partial": rope.number("partial_rotary_factor", partial, above=0)}
     if kind != "default":
-        known["factor"] = rope.number("factor")
+        known["factor"] = rope.number("factor", above=0)
     if kind == "llama3":
-        known["low_freq_factor"] = rope.number("low_freq_factor")
-        known["high_freq_factor"] = rope.number("high_freq_factor")
+        known["low_freq_factor"] = rope.number("low_freq_factor", above=0)
+        known["high_freq_factor"] = rope.number("high_freq_factor", above=0)
         known["original_max_position"] = rope.integer("original_max_position_embeddings", least=1)
     if kind == "yarn":
         known["original_max_position"] = rope.integer("original_max_position_embeddings", least=1)
-        known["beta_fast"] = rope.number("beta_fast", 32.0)
-        known["beta_slow"] = rope.number("beta_slow", 1.0)
-        known["attention_factor"] = rope.number("attention_factor") if rope.has("attention_factor") else None
+        known["beta_fast"] = rope.number("beta_fast", 32.0, above=0)
+        known["beta_slow"] = rope.number("beta_slow", 1.0, above=0)
+        known["attention_factor"] = (
+            rope.number("attention_factor", above=0) if rope.has("attention_factor") else None
+        )
+        if theta <= 1:
+            raise rope.refuse("rope_theta", theta, "more than 1 with yarn")
+    if kind == "llama3" and known["high_freq_factor"] <= known["low_freq_factor"]:
+        raise rope.refuse("high_freq_factor", known["high_freq_factor"], "more than low_freq_factor")
     rope.finish()
     return RopeConfig(theta=theta, type=kind, **known)  # type: ignore[arg-type]  # choice() checked it

@@ -14,7 +14,7 @@ from specc.checkpoints.block_weights import (
     read_windows,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer
+from specc.checkpoints.layer_config import read_depth, read_layer
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.drafters.block import BlockConfig
@@ -31,7 +31,7 @@ def recognise(config: Mapping[str, Any], names: Set[str]) -> bool:
 def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     # Its decoder layer is qwen3's.
     fields = Fields(folder.path, {**folder.config, "model_type": "qwen3"})
-    layer, layers = read_layer(fields), fields.integer("num_hidden_layers", least=1)
+    layer, layers = read_layer(fields), read_depth(fields)
     taps = tuple(index + 1 for index in fields.integers("target_layer_ids"))
     check_taps(fields, "target_layer_ids", taps, target, 1)
     vocab = target.vocab  # the config has none: embedding and head are the target's

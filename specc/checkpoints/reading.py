@@ -18,6 +18,8 @@ from torch import Tensor
 
 from specc.errors import ArtifactError
 
+_WEIGHTS = ("F32", "F16", "BF16", "F64")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -40,7 +42,21 @@ class Folder:
             return tuple(file.get_slice(name).get_shape())
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor; ArtifactError if it is missing, of another shape, or not finite."""
+        """Return a weight; ArtifactError if it is missing, of another shape, no float, or not finite."""
+        tensor = self._read(
+            name, shape, _WEIGHTS, "float weights; quantised ones have to be dequantised first"
+        )
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(self.path, name, "NaN or infinite values", "finite values")
+        return tensor
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of integers or flags; ArtifactError if it is missing, misshapen or of another kind."""
+        return self._read(name, shape, _INTEGERS, "integers")
+
+    def _read(
+        self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...], expected: str
+    ) -> Tensor:
         if name not in self._where:
             raise ArtifactError(
                 self.path, name, "no such tensor", f"a tensor {list(shape) if shape else ''}".strip()
@@ -49,9 +65,10 @@ class Folder:
         if shape is not None and found != shape:
             raise ArtifactError(self.path, name, f"shape {list(found)}", f"shape {list(shape)}")
         with safe_open(self._where[name], framework="pt") as file:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in dtypes:
+                raise ArtifactError(self.path, name, f"dtype {dtype}", expected)
             tensor: Tensor = file.get_tensor(name)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ArtifactError(self.path, name, "NaN or infinite values", "finite values")
         self._taken[name] = "read"
         return tensor
 
@@ -84,13 +101,21 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise ArtifactError(path, "config.json", "no such file", "the drafter's config.json")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ArtifactError(file, "content", str(error), "JSON") from error
-    if not isinstance(config, dict):
-        raise ArtifactError(file, "content", type(config).__name__, "a JSON object")
+    config = _read_json(file)
+    names = config.get("architectures")  # by which layouts are recognised
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ArtifactError(path, "config.json architectures", repr(names), "a list of strings")
     return config
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # JSON's own error and Unicode's are ValueErrors
+        raise ArtifactError(file, "content", str(error), "JSON") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(file, "content", type(content).__name__, "a JSON object")
+    return content
 
 
 def _index(path: Path) -> dict[str, Path]:
@@ -116,4 +141,22 @@ def _index(path: Path) -> dict[str, Path]:
             if name in where:
                 raise ArtifactError(file, name, f"also in {where[name].name}", "each tensor once")
             where[name] = file
+    _check_index(path, where)
     return where
+
+
+def _check_index(path: Path, where: Mapping[str, Path]) -> None:
+    """Refuse files that are not those of the index beside them: a lost shard may hold an optional tensor."""
+    for file in sorted(path.glob("*.safetensors.index.json")):
+        listed = _read_json(file).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ArtifactError(
+                file, "weight_map", type(listed).__name__, "an object: tensor name to file name"
+            )
+        for name, shard in sorted(listed.items()):
+            if name not in where:
+                raise ArtifactError(path, name, "no such tensor", f"it in {shard}, where {file.name} has it")
+            if where[name].name != shard:
+                raise ArtifactError(
+                    path, name, f"it in {where[name].name}", f"it in {shard}, as {file.name} says"
+                )

@@ -17,7 +17,7 @@ from specc.checkpoints.eagle3_weights import (
     load_eagle3,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer, refuse_windows
+from specc.checkpoints.layer_config import read_depth, read_layer, refuse_windows
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.drafters.eagle3 import Eagle3Config
@@ -61,7 +61,7 @@ def read_flat(folder: Folder, target: ModelInfo, layout: str, has_norm_flags: bo
     )
     config = Eagle3Config(
         layer=layer,
-        layers=fields.integer("num_hidden_layers", 1, least=1),
+        layers=read_depth(fields, 1),
         target_hidden=target_hidden,
         taps=len(taps),
         vocab=vocab,

@@ -24,7 +24,7 @@ from specc.checkpoints.block_weights import (
     read_windows,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer
+from specc.checkpoints.layer_config import read_depth, read_layer
 from specc.checkpoints.reading import Folder
 from specc.checkpoints.speculators_keys import read_speculators
 from specc.contracts import DrafterBundle, ModelInfo
@@ -45,7 +45,7 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     proposed, notes = read_speculators(fields, method, target)
     inner = fields.fields("transformer_layer_config")
     layer = read_layer(inner)
-    layers, vocab = inner.integer("num_hidden_layers", least=1), inner.integer("vocab_size", least=1)
+    layers, vocab = read_depth(inner), inner.integer("vocab_size", least=1)
     windows = read_windows(inner, layers)
     max_position = optional_integer(inner, "max_position_embeddings")
     inner.finish()

@@ -14,7 +14,7 @@ from specc.checkpoints.eagle3_weights import (
     load_eagle3,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer, refuse_windows
+from specc.checkpoints.layer_config import read_depth, read_layer, refuse_windows
 from specc.checkpoints.reading import Folder
 from specc.checkpoints.speculators_keys import read_speculators
 from specc.contracts import DrafterBundle, ModelInfo
@@ -34,7 +34,7 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     inner = fields.fields("transformer_layer_config")
     layer = read_layer(inner)
     refuse_windows(inner)
-    layers, vocab = inner.integer("num_hidden_layers", 1, least=1), inner.integer("vocab_size", least=1)
+    layers, vocab = read_depth(inner, 1), inner.integer("vocab_size", least=1)
     max_position = (
         inner.integer("max_position_embeddings", least=1) if inner.has("max_position_embeddings") else None
     )

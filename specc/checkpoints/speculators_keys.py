@@ -17,7 +17,10 @@ def read_speculators(fields: Fields, algorithm: str, target: ModelInfo) -> tuple
     inner.choice("algorithm", (algorithm,), algorithm)
     inner.raw("default_proposal_method", None)
     length = None
-    for proposal in inner.raw("proposal_methods", []):
+    proposals = inner.raw("proposal_methods", [])
+    if not isinstance(proposals, list):
+        raise inner.refuse("proposal_methods", repr(proposals), "a list")
+    for proposal in proposals:
         tokens = proposal.get("speculative_tokens") if isinstance(proposal, dict) else None
         if not isinstance(tokens, int) or tokens < 1:
             raise inner.refuse("proposal_methods", repr(proposal), "speculative_tokens of at least 1")
@@ -29,7 +32,7 @@ def read_speculators(fields: Fields, algorithm: str, target: ModelInfo) -> tuple
 
 def _verifier_notes(verifier: Fields, target: ModelInfo) -> tuple[str, ...]:
     named = verifier.raw("name_or_path", None)
-    architectures = [str(name) for name in verifier.raw("architectures", [])]
+    architectures = verifier.strings("architectures", [])
     verifier.finish()
     notes = []
     if named:

@@ -24,8 +24,8 @@ def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | Non
             )
         folder.leave("t2d", "a full vocabulary needs no mask")
         return None
-    offsets = folder.take("d2t", (draft_vocab,))
-    if offsets.is_floating_point() or offsets.dtype == torch.bool:
+    offsets = folder.take_integers("d2t", (draft_vocab,))
+    if offsets.dtype == torch.bool:
         raise folder.refuse("d2t", str(offsets.dtype), "integer offsets")
     ids = torch.arange(draft_vocab) + offsets.long()
     outside = (ids < 0) | (ids >= vocab)
@@ -45,7 +45,7 @@ def read_draft_ids(folder: Folder, draft_vocab: int, vocab: int) -> Tensor | Non
             "target ids that rise with the draft id",
         )
     if "t2d" in folder.names:
-        mask = folder.take("t2d", (vocab,)).bool()
+        mask = folder.take_integers("t2d", (vocab,)).bool()
         if not torch.equal(mask.nonzero().flatten(), ids):
             raise folder.refuse(
                 "t2d",

@@ -24,7 +24,7 @@ from specc.checkpoints.block_weights import (
     read_windows,
 )
 from specc.checkpoints.fields import Fields
-from specc.checkpoints.layer_config import read_layer
+from specc.checkpoints.layer_config import read_depth, read_layer
 from specc.checkpoints.reading import Folder
 from specc.contracts import DrafterBundle, ModelInfo
 from specc.drafters.block import BlockConfig
@@ -59,7 +59,7 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
     inner = nested(top, "dflash_config")
     method = _method(folder, inner)
     layer, vocab = read_layer(top), top.integer("vocab_size", least=1)
-    layers = top.integer("num_hidden_layers", least=1)
+    layers = read_depth(top)
     size = optional_integer(inner, "swa_window_size")
     windows = read_windows(top, layers, size)
     if inner.flag("use_swa", False):
@@ -84,7 +84,7 @@ def read(folder: Folder, target: ModelInfo) -> DrafterBundle:
         selector=_selector(top, folder, vocab, target) if method == "dflash2" else None,
         max_position=optional_integer(top, "max_position_embeddings"),
     )
-    scale = top.number("input_embedding_scale", 1.0)
+    scale = top.number("input_embedding_scale", 1.0, above=0)
     if scale != 1.0 and "embed_tokens.weight" not in folder.names:
         raise top.refuse(
             "input_embedding_scale", scale, "1.0: the target's own embedding is scaled as the target does"
@@ -157,8 +157,8 @@ def _causal(top: Fields, inner: Fields, windows: tuple[int | None, ...]) -> tupl
 def _selector(top: Fields, folder: Folder, vocab: int, target: ModelInfo) -> SelectorConfig:
     """Read the selector; a target's own head has applied the target's multiplier and softcap already."""
     selector = read_selector(top, vocab)
-    multiplier = top.number("output_multiplier", 1.0)
-    softcap = top.number("final_logit_softcapping") if top.has("final_logit_softcapping") else None
+    multiplier = top.number("output_multiplier", 1.0, above=0)
+    softcap = top.number("final_logit_softcapping", above=0) if top.has("final_logit_softcapping") else None
     if "lm_head.weight" in folder.names:
         return replace(selector, multiplier=multiplier, softcap=softcap)
     for key, value, neutral in (

@@ -37,7 +37,9 @@ class RopeConfig:
     def inverse_frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         """Return the inverse frequencies [turned / 2] and the factor on cos and sin."""
         turned = int(head_dim * self.partial)
-        inverse = 1.0 / (self.theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned))
+        inverse = 1.0 / (
+            self.theta ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
+        )
         if self.type == "linear":
             return inverse / self.factor, 1.0
         if self.type == "llama3":
@@ -62,7 +64,9 @@ class RopeConfig:
 
         low = max(math.floor(dimension(self.beta_fast)), 0)
         high = min(math.ceil(dimension(self.beta_slow)), turned - 1)
-        ramp = ((torch.arange(turned // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+        ramp = (
+            (torch.arange(turned // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+        ).clamp(0, 1)
         mixed = inverse / self.factor * ramp + inverse * (1 - ramp)
         scale = self.attention_factor
         if scale is None:

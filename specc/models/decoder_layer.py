@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specc.errors import UnsupportedError
+from specc.errors import SpeccError, UnsupportedError
 from specc.models.attention import CacheShape, attention_on_rows, probe_context, rows_context
 
 _LAYER = "model.layers.0."
+_LOST = 10**8  # numbers that missing tensors may have: up to there they are named, beyond it a size is wrong
 _FULL = "full_attention"
 
 
@@ -104,7 +105,17 @@ def load_decoder_layer(
     """
     from transformers import AutoModelForCausalLM
 
-    configuration = _one_layer(config, is_sparse=any(".experts." in name for name in tensors))
+    try:
+        configuration = _one_layer(config, is_sparse=any(".experts." in name for name in tensors))
+    except SpeccError:
+        raise
+    except Exception as error:  # whatever transformers' own checks of a configuration raise
+        raise UnsupportedError(
+            f"an MTP module inside a {config.get('model_type')}",
+            [
+                f"transformers refuses its configuration: {type(error).__name__}: {' '.join(str(error).split())}"
+            ],
+        ) from error
     try:
         with torch.device("meta"):
             skeleton: Any = AutoModelForCausalLM.from_config(configuration, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -118,6 +129,13 @@ def load_decoder_layer(
         raise UnsupportedError(
             f"an MTP module inside a {configuration.model_type}",
             [f"its layers are not at {_LAYER} under model.norm"],
+        )
+    wanted = sum(shape.numel() for name, shape in shapes.items() if name.startswith(_LAYER))
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if wanted > max(2 * held, held + _LOST):
+        raise UnsupportedError(
+            f"an MTP module inside a {configuration.model_type}",
+            [f"its config describes a layer of {wanted} numbers, and its tensors hold {held}"],
         )
     # Everything outside the layer is a filler, so that what transformers misses are the layer's own tensors.
     state = {name: torch.zeros(shape) for name, shape in shapes.items() if not name.startswith(_LAYER)}
@@ -190,10 +208,7 @@ def _one_layer(config: Mapping[str, Any], *, is_sparse: bool) -> Any:
     values |= {key: value for key, value in changes.items() if values.get(key) is not None}
     for key in ("quantization_config", "transformers_version", "architectures", "dtype", "torch_dtype"):
         values.pop(key, None)
-    try:
-        return AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UnsupportedError(f"an MTP module inside a {model_type}", [str(error)]) from error
+    return AutoConfig.for_model(model_type, **values)
 
 
 @contextlib.contextmanager
