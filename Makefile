@@ -1,7 +1,7 @@
 # make demo   install, fetch the default model, generate with speculation, compare with plain decoding
 # make test   install, lint, check types, run the whole suite (what CI runs)
 #
-# A machine without a GPU gets a CPU build of torch through PIP_EXTRA_INDEX_URL: see README.md, "Install".
+# A machine without a GPU gets a CPU build of torch through PIP_EXTRA_INDEX_URL: see README.md, "Try it".
 
 PYTHON ?= python3
 VENV ?= .venv

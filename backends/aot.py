@@ -151,7 +151,9 @@ class Aot:
         if self.only:
             raise UnsupportedError(
                 f"native code only: {self.path}",
-                [f"the package holds none of unit {name}"],
+                [
+                    f"it holds none for this step, of other settings or rules than it was saved for (unit {name})"
+                ],
                 "Its graph is held: load without native_only (--native-only) to lower it here.",
             )
         if self._inductor.reject(torch.device("cpu")):

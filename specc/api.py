@@ -13,10 +13,11 @@ from torch import nn
 
 from specc import methods
 from specc.benchmark import BenchOptions, BenchReport, run_bench
-from specc.build import StepBuilder, Target, choose, make_drafter, make_target
+from specc.build import PASS_NAMES, StepBuilder, Target, choose, make_drafter, make_target
 from specc.checking import PROBE_TOKENS, Report, check_pair
 from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
+from specc.files import read_path, writing
 from specc.loading import load
 from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
@@ -121,7 +122,7 @@ def compile(
             smaller chunks; a self-test at compile refuses it where a row's bits still depend on its place. Method
             ``plain`` then needs ``block``: the one of the object that it is to equal.
         weights: None; other weight formats are refused for now.
-        backend: "auto", "inductor" or "eager".
+        backend: "auto", "inductor", "native" or "eager".
         device, dtype: None = the model's own.
         disable_passes: names of passes to leave out, to bisect a fault.
         dump: a folder for every graph as text.
@@ -140,7 +141,13 @@ def compile(
         raise InputError("dump", dump, "a folder's path")
     if isinstance(disable_passes, str) or not isinstance(disable_passes, Sequence):
         raise InputError("disable_passes", disable_passes, "a list of passes' names")
-    dumped = Path(dump) if dump is not None else None
+    dumped = read_path("dump", dump) if dump is not None else None
+    if dumped is not None:
+        with writing("dump", dumped):
+            dumped.mkdir(parents=True, exist_ok=True)
+    for name in disable_passes:
+        if name not in PASS_NAMES:
+            raise UnknownNameError("pass", name, PASS_NAMES)
     options = CompileOptions(block, batch, max_length, accept, backend, tuple(disable_passes), dumped, exact)
     if exact and chosen.name == "plain" and block is None:
         raise InputError(

@@ -23,8 +23,8 @@ class UnknownNameError(SpeccError, KeyError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, tuple(known)
-        near = difflib.get_close_matches(str(name), self.known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = difflib.get_close_matches(str(name), self.known, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         self.message = f"unknown {kind} {name!r}{hint} Known: {', '.join(self.known) or 'none'}"
         super().__init__(self.message)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from specc.artifact.package import open_package, read_summary
 from specc.backends import choose
 from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
 from specc.device import resolve_device
-from specc.errors import InputError, UnknownNameError, UnsupportedError
+from specc.errors import ArtifactError, InputError, UnknownNameError, UnsupportedError
+from specc.files import read_path
 from specc.methods import METHODS
+from specc.runtime.arguments import read_arguments
 from specc.runtime.compiled import Compiled
 from specc.runtime.engine import Engine
+
+_SUM = re.compile("[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +50,17 @@ def load(
         ArtifactError: the file is wrong or does not fit this machine; nothing of it was executed.
         InputError, UnknownNameError, UnsupportedError: the device or the backend cannot be used.
     """
-    if not isinstance(path, str | Path):
-        raise InputError("path", path, "the path of a package")
-    file = Path(path)
+    file = read_path("path", path)
+    if sha256 is not None and not (isinstance(sha256, str) and _SUM.fullmatch(sha256.strip().lower())):
+        raise InputError("sha256", sha256, "64 hexadecimal digits")
     place = resolve_device(device)
     if native_only and backend != "auto":
         raise InputError("backend", backend, "'auto' with native_only: native code is lowered already")
     chosen = None if backend == "auto" else choose(backend, place)
     package = open_package(file, place, sha256=sha256)
     manifest = package.manifest
+    for name, found, expected in _misfits(manifest):
+        raise ArtifactError(file, f"manifest.json.{name}", found, expected)
     native = package.native(only=native_only) if chosen is None else None
     if native is not None:
         chosen = native, "the package's native code"
@@ -80,6 +87,22 @@ def load(
         generation=manifest.generation,
         record=manifest.record,
     )
+
+
+def _misfits(manifest: Manifest) -> Iterator[tuple[str, object, object]]:
+    """Yield what the manifest says that no method, or no call of generate, could go with."""
+    known, drafter = METHODS.get(manifest.method), manifest.drafter
+    if known is not None and known.needs_drafter and drafter is None:
+        yield "drafter", "none", f"the one that method {known.name} needs"
+    if known is not None and drafter is not None and drafter.method != known.name:
+        yield "drafter.method", drafter.method, f"{known.name}, as method"
+    try:
+        read_arguments(
+            [0], None, defaults=manifest.generation, generation_config=None, given={}, seed=0,
+            accept=manifest.accept, vocab=manifest.model.vocab, capacity=manifest.shape.capacity,
+        )  # fmt: skip
+    except InputError as error:  # what is only not supported can be overridden by the caller
+        yield f"generation.{error.argument}", error.given, error.allowed
 
 
 @dataclass(frozen=True)

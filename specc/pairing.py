@@ -10,6 +10,7 @@ from torch import nn
 from specc.checkpoints import read_drafter
 from specc.contracts import DrafterBundle, DrafterInfo, Method, ReadsFinalNorm
 from specc.errors import InputError, UnsupportedError
+from specc.files import read_path
 from specc.models.decoder_layer import final_norm
 from specc.models.generation import tokenizer_difference
 from specc.models.load import LoadedModel, load_drafter_model
@@ -41,10 +42,11 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
     if drafter is None:
         return None
     if not method.needs_drafter and method.name != "mtp":
-        raise InputError("drafter", str(drafter), f"none: method {method.name!r} drafts without one")
+        given = type(drafter).__name__ if isinstance(drafter, nn.Module) else str(drafter)
+        raise InputError("drafter", given, f"none: method {method.name!r} drafts without one")
     if isinstance(drafter, nn.Module):
         raise InputError("drafter", type(drafter).__name__, f"a checkpoint folder for method {method.name!r}")
-    bundle = read_drafter(drafter, target.info, method.name)
+    bundle = read_drafter(read_path("drafter", drafter), target.info, method.name)
     if isinstance(bundle.module, ReadsFinalNorm):
         bundle.module.attach(final_norm(target.module))
     weight = next(target.module.parameters())
@@ -70,7 +72,7 @@ def _shipped(method: Method, target: LoadedModel) -> Path:
         "drafter",
         None,
         f"method {method.name!r} needs a drafter for {target.info.name!r}, and none comes with specc: "
-        f"give a checkpoint folder, train one with `specc train MODEL --method {method.name}`, or use method 'ngram', "
+        "give a checkpoint folder, train one where `specc train` knows the method, or use method 'ngram', "
         "which needs none",
     )
 

@@ -12,6 +12,7 @@ import torch
 
 from specc.contracts import STAGES, Pass
 from specc.errors import InvariantError, UnknownNameError
+from specc.files import writing
 from specc.graph import StepGraph, mutated_arguments
 from specc.ops import MUTATING
 
@@ -195,5 +196,6 @@ def weight_bytes(graph: StepGraph) -> int:
 
 def _dump(graph: StepGraph, folder: Path | None, index: int, name: str) -> None:
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{graph.name}_{index:02d}_{name}.txt").write_text(graph.render(), encoding="utf-8")
+        with writing("dump", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{graph.name}_{index:02d}_{name}.txt").write_text(graph.render(), encoding="utf-8")

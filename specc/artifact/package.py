@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specc.artifact import manifest as manifests
 from specc.artifact import tokenizer as tokenizers
+from specc.artifact.agreement import misfits
 from specc.artifact.container import Container
 from specc.artifact.fields import Fields, read_json
 from specc.artifact.graphs import StoredGraph, read_graph
@@ -294,6 +295,8 @@ def _read_stages(
         stages[entry.stage, entry.key] = read[entry.file]
     for entry in manifest.stages:
         _check_fit(manifest, entry, stages)
+    for name, found, expected in misfits(manifest, set(stages)):
+        raise ArtifactError(path, f"manifest.json.{name}", found, expected)
     return stages
 
 

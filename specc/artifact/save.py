@@ -32,6 +32,7 @@ from specc.artifact.weights import write_weights
 from specc.contracts import STAGES, AcceptRule, Stage
 from specc.device import describe
 from specc.errors import InputError, UnsupportedError
+from specc.files import writing
 from specc.graph import StepGraph
 from specc.step import StepKey
 from specc.stitch import StepSource, relevant
@@ -64,7 +65,7 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
 
     Args:
         content: what to save.
-        path: where; its folder must exist.
+        path: where, as `files.check_new_file` returned it.
         native: also store native code for this device.
         force: replace a file that is there.
 
@@ -72,10 +73,6 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
         InputError: a file is there, or the folder is not.
         UnsupportedError: something a package cannot hold, or native code that cannot be compiled.
     """
-    if path.exists() and not force:
-        raise InputError("path", str(path), "a new file; pass force=True (--force) to replace one")
-    if not path.parent.is_dir():
-        raise InputError("path", str(path), "a file in a folder that exists")
     graphs, entries = _stages(content)
     weights = _weights(content.source, [g for g, _ in graphs.values()])
     files: dict[str, Iterable[bytes | memoryview]] = {n: [text] for n, (_, text) in sorted(graphs.items())}
@@ -87,7 +84,8 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
         code, libraries = compile_native(content.source, native_keys(content))
         files |= {n: [data] for n, data in sorted(libraries.items())}
     files[WEIGHTS] = write_weights(weights)
-    _write(path, files, lambda sums: _manifest(content, entries, weights, sums, code), force=force)
+    with writing("path", path):
+        _write(path, files, lambda sums: _manifest(content, entries, weights, sums, code), force=force)
 
 
 def _write(
@@ -149,8 +147,6 @@ def step_keys(content: Content) -> list[StepKey]:
     """Return the keys of the steps that a package can run without tracing."""
     shapes = dict.fromkeys([(content.block, 0), (0, content.feed), (0, 0)])
     if content.source.shape.slots > 1:  # some slots draft while another's prompt is read
-        shapes |= {(content.block, content.feed): None}
-    if content.source.shape.slots > 1:  # prompts are read while other slots draft
         shapes[content.block, content.feed] = None
     keys = []
     for block, feed in shapes:

@@ -65,3 +65,6 @@ def main() -> None:
         notes = getattr(error, "__notes__", ())
         print("\n".join([f"specc: {error}", *(f"  ({note})" for note in notes)]), file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a full disk, a pipe that closed: nobody's bug, and no traceback helps
+        print(f"specc: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -133,7 +133,7 @@ def show(document: JSON, title: str = "", *, stderr: bool = False) -> None:
     if records:
         table = Table(title=title, title_justify="left", show_header=False)
         for key, value in records.items():
-            table.add_row(key.replace("_", " "), escape(_text(value)))
+            table.add_row(key.replace("_", " "), escape("none" if value is None else _text(value)))
         console.print(table)
     for key, value in nested.items():
         name = key.replace("_", " ")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specc.cli import console, options
+from specc.files import check_new_file
 
 
 def export(
@@ -29,6 +30,7 @@ def export(
     json_output: options.Json = False,
 ) -> None:
     """Write a package that `specc run FILE.specc` loads without tracing and without transformers."""
+    check_new_file("--output", output, force=force)
     console.show_options(context)
 
     import specc  # heavy: torch and the compiler

@@ -58,14 +58,19 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         given = "neither" if prompt is None else "both"
         raise InputError("prompt", given, "give exactly one of --prompt and --prompt-file")
-    if prompt_file is None:
-        return prompt or ""
+    text = prompt or ""
     try:
-        return prompt_file.read_text(encoding="utf-8")
+        if prompt_file is not None:
+            text = prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             "--prompt-file", str(prompt_file), f"must be a readable UTF-8 file ({error})"
         ) from None
+    if not text.strip():
+        raise InputError(
+            "--prompt" if prompt_file is None else "--prompt-file", text, "a text that is not empty"
+        )
+    return text
 
 
 def _sampling(temperature: float | None, **truncation: float | None) -> dict[str, float | bool]:
@@ -135,6 +140,8 @@ def run(
     Text goes to stdout, everything else to stderr.
     """
     text = _read_prompt(prompt, prompt_file)
+    if max_new_tokens < 0:
+        raise InputError("--max-new-tokens", max_new_tokens, "0 or more")
     sampling = _sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     console.show_options(context)
 
@@ -146,6 +153,8 @@ def run(
         more: dict[str, Any] = {"accept": accept}
         sampling |= more if package.is_given(context, "accept") else {}
     else:
+        if sha256 is not None or native_only:
+            raise InputError("MODEL", model, "a .specc package, for --sha256 and --native-only")
         rule: Any = accept  # checked by compile
         compiled = specc.compile(
             model,
@@ -160,14 +169,14 @@ def run(
         )
     inputs = _encode(compiled.tokenizer, text, chat=chat_template)
     console.say(
-        f"method {compiled.method.name}, block {compiled.block}, prompt {inputs['input_ids'].shape[1]} tokens"
+        f"method {compiled.method.name}, block {compiled.block}, max length {compiled.max_length}, "
+        f"{str(compiled.info.dtype).removeprefix('torch.')}, prompt {inputs['input_ids'].shape[1]} tokens"
     )
+    arguments: dict[str, Any] = {**inputs, **sampling, "max_new_tokens": max_new_tokens, "seed": seed}
+    compiled.check_request(**arguments)
     compiled.warm_up(**sampling)  # so that neither the text nor its statistics wait for a compiler
-    arguments: dict[str, Any] = {**inputs, **sampling}
     result: Any = compiled.generate(
         **arguments,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
         return_dict_in_generate=True,
         streamer=None if json_output else TerminalStreamer(compiled.tokenizer),
     )

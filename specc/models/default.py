@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from specc.errors import ArtifactError, InputError, UnsupportedError
+from specc.files import writing
 from specc.models.reading import load_gguf_tokenizer, quiet, read_gguf
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,11 @@ def ensure_default_model(progress: Progress | None = None) -> Path:
         if progress is not None:
             progress(what, fraction)
 
+    with writing("SPECC_CACHE", folder):
+        return _fetch(folder, tell)
+
+
+def _fetch(folder: Path, tell: Progress) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if (folder / _MARKER).is_file():  # another process was first

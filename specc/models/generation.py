@@ -78,6 +78,11 @@ def merge_generation(
     return merged
 
 
+def asked_names(generation_config: Any = None, given: Mapping[str, Any] | None = None) -> set[str]:
+    """Return the names of the settings that a caller gave, as opposed to the model's own and the global ones."""
+    return set(_set_values(generation_config)) | set(given or {})
+
+
 def generation_lengths(settings: Mapping[str, Any], prompt: int, limit: int) -> tuple[int, int]:
     """Return (largest, smallest) total length for a prompt of ``prompt`` tokens, as transformers counts them.
 

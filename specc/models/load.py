@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from specc.contracts import ModelInfo
 from specc.device import default_dtype, resolve_device
 from specc.errors import ArtifactError, InputError, UnknownNameError, UnsupportedError
+from specc.files import read_path
 from specc.models.default import BUILT_IN, ensure_default_model
 from specc.models.files import WeightFiles, find_weights
 from specc.models.generation import generation_defaults
@@ -124,10 +125,16 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def find_model(model: str | Path, argument: str = "model") -> Path:
     """Return the folder or .gguf file that a name or path stands for, fetching it where needed."""
-    path = Path(model).expanduser()
+    path = read_path(argument, model)
     if path.is_dir():
+        if not isinstance(model, Path) and str(model) in BUILT_IN:
+            logger.warning("%s: the folder of that name here is used, not the built-in model", model)
         return path
     if path.is_file():
+        if path.suffix == ".specc":
+            raise InputError(
+                argument, str(model), "a model; this is a package: specc.load or specc run opens it"
+            )
         if path.suffix != ".gguf":
             raise InputError(
                 argument, str(model), "a file has to be .gguf; otherwise give the model's folder"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from specc.errors import ArtifactError, SpeccError, UnsupportedError
 from specc.models.files import read_json
 
+_SHOWN = 500  # characters of another library's message
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -45,6 +47,11 @@ def read_config(path: Path) -> Any:
         raise UnsupportedError(f"{path} cannot be loaded", reasons)
     with _as_artifact_error(path / "config.json", "content", "a valid configuration"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    file = path / "generation_config.json"
+    if file.is_file():  # transformers passes over one that it cannot read, and end tokens with it
+        with _as_artifact_error(file, "content", "a JSON object"):
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                raise ArtifactError(file, "content", "no object", "a JSON object")
     return config
 
 
@@ -113,8 +120,8 @@ def _as_artifact_error(path: Path, what: str, expected: str) -> Iterator[None]:
     except (SpeccError, KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ArtifactError(path, what, f"{type(error).__name__}: {text.strip()}", expected) from error
+        text = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
+        raise ArtifactError(path, what, f"{type(error).__name__}: {text}", expected) from error
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.contracts import ACCEPT_RULES, AcceptRule
 from specc.errors import InputError, UnknownNameError, UnsupportedError
-from specc.models.generation import GLOBAL_DEFAULTS, eos_ids, merge_generation, pad_id
+from specc.models.generation import GLOBAL_DEFAULTS, asked_names, eos_ids, merge_generation, pad_id
 from specc.runtime.host_accept import OwnRules, read_processors
 from specc.runtime.scheduler import Request
 from specc.sampling import WARPERS, bind_all
@@ -73,7 +73,9 @@ def read_arguments(
         UnsupportedError: transformers has it, and specc cannot honour it exactly.
     """
     settings = merge_generation(defaults, generation_config, given)
-    _refuse_others(settings)
+    asked = asked_names(generation_config, given)
+    # An unknown key of the model's own file is passed over, as transformers does; of the caller's it is a mistake.
+    _refuse_others({n: v for n, v in settings.items() if n in asked or n in _KNOWN}, set(defaults) - asked)
     rows = prompt_rows(input_ids, attention_mask, vocab)
     if accept not in ACCEPT_RULES:
         raise UnknownNameError("accept rule", accept, ACCEPT_RULES)
@@ -126,6 +128,8 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
     """Return each prompt without its left padding, int64 [tokens] on the CPU."""
     try:
         ids = torch.as_tensor(input_ids)
+        if not ids.numel():
+            raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
     except (TypeError, ValueError, RuntimeError) as error:
         given = type(input_ids).__name__
         raise InputError("input_ids", given, "a tensor or equal-length lists of ids") from error
@@ -134,12 +138,10 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
             "input_ids", f"{ids.dtype} {list(ids.shape)}", "integers [batch, tokens] or [tokens]"
         )
     ids = (ids[None] if ids.dim() == 1 else ids).to("cpu", torch.int64)
-    if not ids.numel():
-        raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
     try:
         mask = torch.ones_like(ids)
         if attention_mask is not None:
-            mask = torch.as_tensor(attention_mask).to("cpu", torch.int64)
+            mask = torch.as_tensor(attention_mask).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         given = type(attention_mask).__name__
         raise InputError("attention_mask", given, "zeros and ones of input_ids' shape") from error
@@ -148,6 +150,7 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
         raise InputError(
             "attention_mask", list(mask.shape), f"zeros and ones of input_ids' shape {list(ids.shape)}"
         )
+    mask = mask.to(torch.int64)
     if bool((mask.diff(dim=1) < 0).any()):
         raise InputError("attention_mask", "zeros after ones", "left padding only: zeros, then ones")
     if bool((mask.sum(1) == 0).any()):
@@ -206,7 +209,7 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
         raise InputError("seed", seed, "a whole number, one per sequence, or None")
     seeds = [seed + i for i in range(count)] if isinstance(seed, int) else list(seed)
     if len(seeds) != count or not all(isinstance(s, int) and not isinstance(s, bool) for s in seeds):
-        raise InputError("seed", seed, f"{count} whole numbers, one per sequence")
+        raise InputError("seed", seed, f"a whole number for each of the {count} sequences")
     return [(s + 2**63) % 2**64 - 2**63 for s in seeds]
 
 
@@ -226,8 +229,11 @@ def _constraints(given: Any, count: int) -> list[Constraint | None]:
     return listed
 
 
-def _refuse_others(settings: Mapping[str, Any]) -> None:
-    """Refuse what would change the output and is not implemented, and names that nobody knows."""
+def _refuse_others(settings: Mapping[str, Any], inherited: set[str]) -> None:
+    """Refuse what would change the output and is not implemented, and names that nobody knows.
+
+    ``inherited`` are the settings that come from the model: the caller can only override them.
+    """
     refused = []
     for name, value in settings.items():
         if name in _SETTINGS or name in _OWN or name in _IGNORED or value is None:
@@ -241,10 +247,15 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         else:
             raise UnknownNameError("argument", name, sorted(_SETTINGS | _OWN | set(_REFUSED)))
     if refused:
+        theirs = sorted(
+            f"{n}={_REFUSED.get(n)}" for n in inherited if any(r.startswith(f"{n}=") for r in refused)
+        )
         raise UnsupportedError(
             "these settings cannot be honoured exactly",
             sorted(refused),
-            "Leave them out, or use transformers' generate for them.",
+            f"They come from the model's generation_config.json: pass {', '.join(theirs)} to do without."
+            if theirs
+            else "Leave them out, or use transformers' generate for them.",
         )
 
 
@@ -259,3 +270,4 @@ _REFUSED: Mapping[str, Any] = {
     "stopping_criteria": None, "assistant_model": None, "negative_prompt_ids": None, "past_key_values": None,
     "inputs_embeds": None, "top_h": None, "assistant_ensemble_weight": None, "speculation_type": None, "use_mtp": False,
 }  # fmt: skip
+_KNOWN = _SETTINGS | _OWN | _IGNORED | set(GLOBAL_DEFAULTS) | set(_REFUSED)

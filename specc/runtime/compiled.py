@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specc.contracts import AcceptRule, Method, ModelInfo
+from specc.contracts import ACCEPT_RULES, AcceptRule, Method, ModelInfo
 from specc.errors import InputError, SpeccError, UnsupportedError
+from specc.files import check_new_file
 from specc.models.generation import check_streamer
 from specc.runtime.arguments import Arguments, read_arguments
 from specc.runtime.engine import Engine
@@ -53,14 +54,15 @@ class Compiled:
         record: Any = None,
         exact: Literal["bitwise"] | None = None,
     ) -> None:
-        self.engine, self.method, self.block, self.accept, self.exact = engine, method, block, accept, exact
+        self.engine, self.method, self.block, self.exact = engine, method, block, exact
+        self.accept: AcceptRule = accept if block else "coupled"
         self.info, self.tokenizer, self.record = info, tokenizer, record
         self.generation_defaults = dict(generation or {})
         self._watch = WeightWatch(engine.builder.weights)
         self._lock = threading.Lock()
         self._drafts = True
-        # The stream that holds the lock, and its thread: a stream that was left half read must not block its owner.
-        self._open: list[tuple[int, weakref.ref[Any]]] = []
+        # The thread that holds the lock, and its stream if it is one: a stream left half read must not block its owner.
+        self._open: list[tuple[int, weakref.ref[Any] | None]] = []
 
     def without_drafts(self) -> Compiled:
         """Return the same object decoding plainly: the baseline. Engine and lock are shared.
@@ -68,7 +70,7 @@ class Compiled:
         With exact="bitwise" its steps run the same rows as before, only without drafts in them.
         """
         plain = copy.copy(self)
-        plain._drafts = False
+        plain._drafts, plain.accept = False, "coupled"
         if plain.exact is None:
             plain.block = 0
         return plain
@@ -123,6 +125,24 @@ class Compiled:
         Raises:
             InputError, UnknownNameError, UnsupportedError: before any work is done.
         """
+        arguments, stops = self._read(
+            input_ids, attention_mask, generation_config=generation_config, streamer=streamer, seed=seed,
+            accept=accept, inputs=inputs, tokenizer=tokenizer, **settings,
+        )  # fmt: skip
+        with self._alone():
+            self._watch.check()
+            out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
+        return out if arguments.returns_dict else out.sequences
+
+    def check_request(self, input_ids: Any = None, attention_mask: Any = None, **arguments: Any) -> None:
+        """Raise what `generate` would raise for these arguments; nothing is compiled and nothing runs."""
+        self._read(input_ids, attention_mask, **arguments)
+
+    def _read(
+        self, input_ids: Any, attention_mask: Any, *, generation_config: Any = None, streamer: Any = None,
+        seed: int | Sequence[int] | None = None, accept: Any = None, inputs: Any = None, tokenizer: Any = None,
+        **settings: Any,
+    ) -> tuple[Arguments, StopStrings | None]:  # fmt: skip
         if (input_ids is None) == (inputs is None):
             raise InputError("input_ids", "both" if inputs is not None else None, "token ids, given once")
         arguments = read_arguments(
@@ -132,7 +152,7 @@ class Compiled:
             generation_config=generation_config,
             given=settings,
             seed=seed,
-            accept=accept or self.accept,
+            accept=self._rule(accept),
             vocab=self.info.vocab,
             capacity=self.engine.capacity,
         )
@@ -144,10 +164,7 @@ class Compiled:
         stops = StopStrings(arguments.stop_strings, tokenizer) if arguments.stop_strings else None
         for request in arguments.requests:
             request.own = replace(request.own, stops=stops)
-        with self._alone():
-            self._watch.check()
-            out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
-        return out if arguments.returns_dict else out.sequences
+        return arguments, stops
 
     def stream(
         self, requests: Iterable[tuple[object, Mapping[str, Any]]]
@@ -225,17 +242,23 @@ class Compiled:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Let one call run at a time; an unfinished stream of this thread is closed first."""
+        me = threading.get_ident()
         if not self._lock.acquire(blocking=False):
-            left = next((stream() for owner, stream in self._open if owner == threading.get_ident()), None)
-            if left is not None:
+            busy = UnsupportedError(
+                "this compiled object is in use",
+                ["it is called from its own streamer, logits processor, constraint or iterator of requests"],
+            )
+            for stream in [stream for owner, stream in self._open if owner == me]:
+                if stream is None:
+                    raise busy
+                left = stream()
                 try:
-                    left.close()
-                except ValueError:  # it runs: we were called from inside its iterator of requests
-                    raise UnsupportedError(
-                        "this compiled object is in use",
-                        ["a stream of it is reading its requests from this very code"],
-                    ) from None
+                    if left is not None:
+                        left.close()
+                except ValueError:  # it runs: we were called from inside of it
+                    raise busy from None
             self._lock.acquire()
+        self._open[:] = [(me, None)]
         try:
             yield
         finally:
@@ -278,6 +301,7 @@ class Compiled:
             InputError: a file is there, or its folder is not.
             UnsupportedError: a package cannot hold this; says what.
         """
+        file = check_new_file("path", path, force=force)
         from specc.artifact.save import Content, save  # heavy, and rarely needed
 
         if self.exact is not None:
@@ -300,7 +324,7 @@ class Compiled:
                 self.generation_defaults,
                 self.record,
             )
-            save(content, Path(path), native=native, force=force)
+            save(content, file, native=native, force=force)
 
     def usual_families(self) -> tuple[tuple[str, ...], ...]:
         """Return the settings families that most calls of this model need: its defaults, greedy and sampled."""
@@ -312,6 +336,15 @@ class Compiled:
         greedy, sampled = families
         wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
         return tuple(dict.fromkeys(f for f in wanted if f))
+
+    def _rule(self, asked: Any) -> Any:
+        """Return the accept rule of a request.
+
+        Without drafts there is nothing to judge, and both rules draw from the same distribution. The coupled draw is
+        taken, so that plain text with a seed is what every method gives with accept="coupled".
+        """
+        is_plain = not self.block or not self._drafts
+        return "coupled" if is_plain and asked in (None, *ACCEPT_RULES) else asked or self.accept
 
     def _asked(self, item: Any) -> tuple[object, Request, StopStrings | None]:
         """Return the id, the request and the stop strings of an item of `stream`."""
@@ -335,7 +368,7 @@ class Compiled:
             defaults=self.generation_defaults,
             generation_config=given.pop("generation_config", None),
             seed=given.pop("seed", None),
-            accept=given.pop("accept", None) or self.accept,
+            accept=self._rule(given.pop("accept", None)),
             given=given,
             vocab=self.info.vocab,
             capacity=self.engine.capacity,

@@ -191,8 +191,9 @@ class Scheduler:
             if record.fault:
                 raise UnsupportedError(
                     "this generation cannot go on",
-                    ["the target's logits are NaN or all -inf"],
-                    "Check the weights and the dtype: float16 and bfloat16 may overflow where float32 does not.",
+                    ["the target's logits, or what the settings left of them, are NaN or all -inf"],
+                    "Check that the settings leave a token to say; then the weights, and the dtype: float16 and "
+                    "bfloat16 may overflow where float32 does not.",
                 )
             stats.add(record)
             finish = None if record.finish == RUNNING else "stop" if record.finish == STOP else "length"

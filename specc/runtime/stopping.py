@@ -17,6 +17,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         if tokenizer is None:
             raise InputError("stop_strings", list(strings), "needs a tokenizer: pass tokenizer=")
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise InputError("tokenizer", type(tokenizer).__name__, "a tokenizer, with decode(ids)")
         self._strings, self._tokenizer = tuple(strings), tokenizer
         # A stop string of c characters is spelled by at most so many tokens (a token may be a single byte).
         self._reach = max(len(s.encode("utf-8")) for s in self._strings) + 8

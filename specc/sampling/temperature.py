@@ -24,7 +24,7 @@ class Temperature:
         return {self.name: Column((), torch.float32, 0.0)}
 
     def bind(self, value: object, vocab: int, eos: tuple[int, ...]) -> Mapping[str, Tensor] | None:
-        heat = 1.0 if value is None else real(self.name, value, "a number not below 0", 0.0)
+        heat = 1.0 if value is None else real(self.name, value, "a finite number not below 0", 0.0)
         column = torch.tensor(heat)
         return {self.name: column} if column else None  # what float32 rounds to 0 is greedy, too
 

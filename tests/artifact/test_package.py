@@ -317,6 +317,20 @@ MANIFEST_FAULTS: list[tuple[Callable[[Any], object], str]] = [
         within("files", **{"more.bin": {"sha256": "0" * 64, "size_bytes": 1}}),
         "more.bin: found in the manifest only",
     ),
+    # Right each for itself, and not together.
+    (within("shape", capacity=33), "state.tokens"),
+    (within("shape", capacity=1 << 20), "shape.capacity"),
+    (within("model", vocab=5000), "manifest.json.shape.vocab"),
+    (within("model", max_position=1), "manifest.json.shape.capacity"),
+    (put(stages=[]), "manifest.json.stages: found no draft stage"),
+    (put(block=5), "manifest.json.stages: found no draft stage of block 5"),
+    (put(families=[["nope"]]), "manifest.json.families"),
+    (put(method=""), "manifest.json.method"),
+    (put(method="dspark"), "manifest.json.drafter: found none"),
+    (put(taps=[99]), "manifest.json.taps"),
+    (put(generation={"eos_token_id": "x"}), "manifest.json.generation.eos_token_id"),
+    (put(generation={"max_length": -3}), "manifest.json.generation.max_length"),
+    (put(generation={"top_p": 2.0, "do_sample": True}), "manifest.json.generation.top_p"),
 ]
 
 

@@ -55,12 +55,15 @@ class Tokenizer:
 class FakeCompiled:
     """What `specc.compile` returns, as far as the command line looks at it."""
 
-    block = 3
+    block, max_length, info = 3, 64, types.SimpleNamespace(dtype=torch.float32)
     method = types.SimpleNamespace(name="ngram")
     answer = "Paris ist schön 🎉."
 
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         self.calls, self.tokenizer = calls, Tokenizer()
+
+    def check_request(self, **arguments: Any) -> None:
+        assert "input_ids" in arguments
 
     def warm_up(self, **settings: Any) -> list[str]:
         self.calls.append(("warm_up", settings))

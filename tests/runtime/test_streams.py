@@ -15,7 +15,7 @@ from specc import Compiled
 from specc.errors import InputError, SpeccError, UnsupportedError
 from specc.runtime.engine import Engine
 from tests import oracles
-from tests.serving import PROMPTS, compiled, letters_tokenizer, plain_text, serve
+from tests.serving import CAPACITY, PROMPTS, compiled, letters_tokenizer, plain_text, serve, target
 from tests.tiny import tiny_model
 
 NEW = 14
@@ -213,6 +213,44 @@ def test_a_stream_left_while_a_prompt_is_half_read():
     out = object_.generate(torch.tensor([prompt]), max_new_tokens=6)  # closes the stream
     assert list(stream) == []
     assert out[0, len(prompt) :].tolist() == plain_text(prompt, max_new_tokens=6)
+
+
+def test_a_call_from_its_own_streamer_or_processor_is_refused():
+    object_ = compiled()
+
+    class Nested:
+        def put(self, value):
+            object_.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=1)
+
+        def end(self):
+            raise AssertionError
+
+    def process(ids, scores):
+        object_.without_drafts().generate(torch.tensor([PROMPTS[1]]), max_new_tokens=1)
+
+    for given in ({"streamer": Nested()}, {"logits_processor": [process]}):
+        with pytest.raises(UnsupportedError, match="in use"):
+            object_.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, **given)
+    assert object_.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=5)[0, 1:].tolist() == plain_text(
+        PROMPTS[1], max_new_tokens=5
+    )
+
+
+def test_coupled_text_is_plain_text_with_the_seed():
+    """Whatever rule plain decoding is asked for, or none."""
+    ids, sampled = (
+        torch.tensor([PROMPTS[2]]),
+        {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "seed": 5},
+    )
+    want = compiled().generate(ids, accept="coupled", **sampled)
+    plain = specc.compile(target(), method="plain", max_length=CAPACITY, backend="eager")
+    for accept in ({}, {"accept": "ratio"}, {"accept": "coupled"}):
+        assert torch.equal(plain.generate(ids, **sampled, **accept), want)
+        assert torch.equal(compiled().without_drafts().generate(ids, **sampled, **accept), want)
+        out = [t for _, ts in plain.stream([(0, {"input_ids": ids, **sampled, **accept})]) for t in ts]
+        assert out == want[0, ids.shape[1] :].tolist()
+    with pytest.raises(SpeccError, match="accept rule"):
+        plain.generate(ids, accept="fair", **sampled)
 
 
 def test_a_forgotten_stream_frees_the_object():
