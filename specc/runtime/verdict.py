@@ -82,7 +82,11 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found; equal prompts have no entry. ``weights`` is there if an original was given."""
+    """What `verify` found; equal prompts have no entry. ``weights`` is there if an original was given.
+
+    ``logit_error`` is the largest difference of logits between the two runs where their texts are equal, and
+    ``rounding`` one rounding of the largest logit: far more than that is a fault that has not reached the text yet.
+    """
 
     method: str
     block: int
@@ -92,6 +96,8 @@ class VerifyReport:
     prompts: int
     tokens: int  # that were compared
     mean_accepted_length: float
+    logit_error: float
+    rounding: float
     divergences: tuple[Divergence, ...]
     weights: WeightCheck | None = None
 
@@ -111,7 +117,8 @@ class VerifyReport:
         without = "without" if self.weights is None else "from the original, without"
         lines = [
             f"{self.method}, block {self.block}, {self.backend}, {self.dtype}: {same} of {self.prompts} prompts equal, "
-            f"{self.tokens} tokens compared, {self.mean_accepted_length:.2f} tokens per step"
+            f"{self.tokens} tokens compared, {self.mean_accepted_length:.2f} tokens per step; logits differ by at most "
+            f"{self.logit_error:.3g} along equal text, where one rounding is {self.rounding:.3g}"
         ]
         lines.extend(
             (
@@ -159,13 +166,16 @@ def verify_text(
     plain = _Run((original or compiled).without_drafts(), ids, mask, given)
     drafted = _Run(compiled, ids, mask, given)
     found = []
-    compared = 0
+    compared, error, largest = 0, 0.0, 0.0
     for index, prompt in enumerate(prompts):
         one, other = plain.text(index), drafted.text(index)
         at = next(
             (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
         )
         compared += at
+        for position in range(at):
+            rows = [run.logits(index, position) for run in (plain, drafted)]
+            error, largest = max(error, _difference(*rows)), max(largest, _largest(rows[0]))
         if len(one) != len(other) or at < len(one):
             found.append(_judge(compiled, prompt, index, at, plain, drafted, settings))
     return VerifyReport(
@@ -177,6 +187,8 @@ def verify_text(
         len(prompts),
         compared,
         drafted.result.stats.mean_accepted_length,
+        error,
+        torch.finfo(_dtype(compiled)).eps * largest,
         tuple(found),
         None if original is None else compare_weights(compiled, original),
     )

@@ -31,9 +31,12 @@ class WeightWatch:
             )
 
 
-def _mark(tensor: Tensor) -> tuple[int, int, float]:
-    """Return address, version and checksum; in-place writes raise the version, others change the checksum."""
+def _mark(tensor: Tensor) -> tuple[int, int, str]:
+    """Return address, version and checksum; in-place writes raise the version, others change the checksum.
+
+    The checksum is text, because a NaN equals itself there.
+    """
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     step = max(1, flat.shape[0] // _SAMPLES)
     version = -1 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, float(flat[::step].to(torch.float64).sum())
+    return tensor.data_ptr(), version, repr(float(flat[::step].to(torch.float64).sum()))

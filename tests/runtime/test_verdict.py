@@ -35,6 +35,7 @@ def test_equal_texts_are_lossless():
     assert report.divergences == ()
     assert report.tokens == len(PROMPTS) * NEW
     assert report.mean_accepted_length > 1.2
+    assert report.logit_error < 100 * report.rounding < 1e-3
     assert "lossless" in report.render()
     assert json.loads(json.dumps(report.to_dict()))["is_lossless"]
 
@@ -75,6 +76,7 @@ def test_an_off_by_one_in_the_target_is_a_bug(plant, monkeypatch):
     bug = report.divergences[0]
     assert bug.verdict == "bug"
     assert bug.strayed > 100 * bug.error
+    assert report.logit_error > 1000 * report.rounding, "it shows before the text does"
     text = plain_text(PROMPTS[bug.prompt], max_new_tokens=NEW)
     assert bug.plain == text[bug.position - len(PROMPTS[bug.prompt])]
     assert "NOT lossless" in report.render()
@@ -178,8 +180,8 @@ def test_the_command_exits_with_1_on_a_bug(is_lossless, monkeypatch):
     assert asked["model"] == "some.specc"
 
 
-REPORT = VerifyReport("ngram", 8, "eager", "float32", None, 1, 5, 1.5, ())
+REPORT = VerifyReport("ngram", 8, "eager", "float32", None, 1, 5, 1.5, 1e-6, 1e-6, ())
 BUGGY = VerifyReport(
-    "ngram", 8, "eager", "float32", None, 1, 5, 1.5,
+    "ngram", 8, "eager", "float32", None, 1, 5, 1.5, 1e-6, 1e-6,
     (specc.runtime.verdict.Divergence(0, 7, 4, 5, 1.0, 1e-6, 0.5, 0.5, "bug", "the gap is larger than the error"),),
 )  # fmt: skip
