@@ -207,6 +207,7 @@ class Compiled:
                     try:
                         name, request, stops = self._asked(item)
                     except SpeccError as error:
+                        error.add_note(f"request {number}, the last one that was read")
                         wrong.append(error)
                         return
                     request.key = number
