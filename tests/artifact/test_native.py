@@ -309,7 +309,7 @@ def test_units_that_are_not_held(mock: Path, tmp_path: Path, caplog: pytest.LogC
         found = loaded.generate(PROMPT, **GREEDY)
     assert any("no native code of unit" in m and "operator by operator" in m for m in caplog.messages)
     assert torch.equal(found, toy().generate(PROMPT, **GREEDY))
-    with pytest.raises(UnsupportedError, match="holds none of unit"):
+    with pytest.raises(UnsupportedError, match="holds none for this step"):
         load(path, device="cpu", native_only=True).generate(PROMPT, **GREEDY)
 
 
