@@ -45,4 +45,7 @@ def test_it_is_found_and_helps_and_changes_nothing(folder: Path):
         )
         assert torch.equal(drafted.sequences, plain.sequences)
         tokens, steps = tokens + drafted.stats.tokens, steps + drafted.stats.steps
-    assert tokens / steps > 1.4  # 1.8 when it was trained; a drafter that does not fit gives 1.0
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    promised = float(card.split("Mean accepted length, bonus included: ")[1].split(". ")[0].split(".\n")[0])
+    # Held-out answers are easier than these prompts; a drafter that does not fit gives 1.0.
+    assert tokens / steps - 1 > 0.35 * (promised - 1)
