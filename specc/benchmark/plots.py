@@ -59,6 +59,7 @@ def _figure(across: str, up: str) -> tuple[Any, Any]:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlabel(across)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # positions and blocks are whole
     axes.set_ylabel(up)
     axes.grid(alpha=0.3)
     return figure, axes
