@@ -8,11 +8,13 @@ block) and (block, batch) occurs, and every family meets every method and both b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3ForCausalLM
 
 from specc.runtime.engine import SlotRecord
 from specc.step import StepKey
@@ -132,10 +134,16 @@ def test_sampled_text_varies_with_the_seed_and_is_not_greedy():
     assert other != plain_sampled(few=False) != own_text("llama", prompts(), COUNT)
 
 
+# Past the original length every row has to be read again. Some versions of transformers drop the cache there and then
+# read one token only, so that their own text is wrong.
+_READS_AGAIN = "next_sequence_length" in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
+reads_again = pytest.mark.skipif(
+    not _READS_AGAIN, reason="this transformers loses the prompt where longrope switches"
+)
 OTHERS = tuple(arch for arch in ARCHS if arch != "llama")
 
 
-@pytest.mark.parametrize("arch", OTHERS)
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=reads_again if a == "phi3" else ()) for a in OTHERS])
 def test_other_families(arch):
     turn = OTHERS.index(arch)
     vocab = {"vocab_size": 16}
@@ -158,6 +166,7 @@ def test_other_families(arch):
         assert generate(matching.at(length), given, count) == expected, ("ngram", length, slots)
 
 
+@reads_again
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft_model"])
 def test_longrope_below_above_and_across_its_original_length(method):
     lengths, count = (4, LONGROPE_ORIGINAL - 3, LONGROPE_ORIGINAL, LONGROPE_ORIGINAL + 7), 12

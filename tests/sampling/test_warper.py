@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
+from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 
 from specc.sampling import WARPERS, SamplingContext, bind_all, fit, join, neutral, process
@@ -76,6 +78,11 @@ SLOT = st.tuples(
 )  # fmt: skip
 
 
+# Some versions of transformers pass over a sequence that is one token longer than the text before it.
+_MATCHES_WHOLE = "multi_token_biases" in inspect.getsource(SequenceBiasLogitsProcessor)
+_SEQUENCES = {"sequence_bias", "bad_words_ids"}
+
+
 def _forces_only_suppressed(values):
     forced = values.get("forced_eos_token_id", [])
     forced = {forced} if isinstance(forced, int) else set(forced)
@@ -90,6 +97,7 @@ def test_rows_equal_transformers(slots, seed, coarse):
     raw = raw.round() if coarse else raw
     raw[..., 8] = NEVER
     assume(not any(_forces_only_suppressed(slot[0]) for slot in slots))  # refused, as transformers does
+    assume(_MATCHES_WHOLE or not any(_SEQUENCES & set(slot[0]) for slot in slots))
     bound = [bind_all(slot[0], vocab=VOCAB, eos=EOS, do_sample=slot[1]) for slot in slots]
     families = join(*(names for _, names in bound))
     fitted = [fit(values, families) for values, _ in bound]
