@@ -54,12 +54,13 @@ def draw(report: BenchReport, folder: Path) -> list[Path]:
 def _figure(across: str, up: str) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")  # no pyplot: no global state, no display
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xlabel(across)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # positions and blocks are whole
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # positions and blocks are whole
     axes.set_ylabel(up)
     axes.grid(alpha=0.3)
     return figure, axes
