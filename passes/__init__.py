@@ -31,11 +31,6 @@ def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) 
     )
 
 
-def pass_names() -> tuple[str, ...]:
-    """Return the names of all passes, in order: what ``disable_passes`` may name."""
-    return tuple(item.name for item in (*rows_pipeline((), (), 0), *STEP_PIPELINE))
-
-
 STEP_PIPELINE: tuple[Pass, ...] = (
     # One graph
     fuse_step,

@@ -20,7 +20,7 @@ from specc.contracts import STAGES, DrafterBundle, DrafterInfo, Method, ModelInf
 from specc.graph import Input, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.paths import layer_paths, path_of
-from specc.passes import STEP_PIPELINE, pass_names, rows_pipeline
+from specc.passes import STEP_PIPELINE, rows_pipeline
 from specc.passes.functionalize import functionalize
 from specc.passes.replace_foreign_ops import replace_foreign_ops
 from specc.pipeline import PassReport, run_passes
@@ -90,7 +90,7 @@ def make_drafter(bundle: DrafterBundle) -> Drafter:
     return Drafter(bundle.info, bundle.module, replace(traced, graph=graph))
 
 
-PASS_NAMES = pass_names()
+PASS_NAMES = tuple(p.name for p in (*rows_pipeline((), (), 0), *STEP_PIPELINE))  # what ``disable`` may name
 
 
 @dataclass

@@ -70,7 +70,7 @@ def save(content: Content, path: Path, *, native: bool = False, force: bool = Fa
         force: replace a file that is there.
 
     Raises:
-        InputError: a file is there, or the folder is not.
+        InputError: the file cannot be written, or another came there in the meantime.
         UnsupportedError: something a package cannot hold, or native code that cannot be compiled.
     """
     graphs, entries = _stages(content)

@@ -7,7 +7,6 @@ none of them can forget a tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specc.errors import ArtifactError
+from specc.models.files import read_json
 
 _WEIGHTS = ("F32", "F16", "BF16", "F64")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -98,24 +98,11 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         raise ArtifactError(
             path, "folder", "nothing" if not path.exists() else "a file", "a checkpoint folder"
         )
-    file = path / "config.json"
-    if not file.is_file():
-        raise ArtifactError(path, "config.json", "no such file", "the drafter's config.json")
-    config = _read_json(file)
+    config = read_json(path / "config.json")
     names = config.get("architectures")  # by which layouts are recognised
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ArtifactError(path, "config.json architectures", repr(names), "a list of strings")
     return config
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:  # JSON's own error and Unicode's are ValueErrors
-        raise ArtifactError(file, "content", str(error), "JSON") from error
-    if not isinstance(content, dict):
-        raise ArtifactError(file, "content", type(content).__name__, "a JSON object")
-    return content
 
 
 def _index(path: Path) -> dict[str, Path]:
@@ -148,7 +135,7 @@ def _index(path: Path) -> dict[str, Path]:
 def _check_index(path: Path, where: Mapping[str, Path]) -> None:
     """Refuse files that are not those of the index beside them: a lost shard may hold an optional tensor."""
     for file in sorted(path.glob("*.safetensors.index.json")):
-        listed = _read_json(file).get("weight_map")
+        listed = read_json(file).get("weight_map")
         if not isinstance(listed, dict):
             raise ArtifactError(
                 file, "weight_map", type(listed).__name__, "an object: tensor name to file name"

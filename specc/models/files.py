@@ -32,10 +32,10 @@ class WeightFiles:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file; ArtifactError when it is missing, broken or no object."""
     if not path.is_file():
-        raise ArtifactError(path.parent, path.name, "no such file", "a transformers model folder has one")
+        raise ArtifactError(path.parent, path.name, "no such file", "a checkpoint's folder has one")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # JSON's own error and Unicode's are ValueErrors
         raise ArtifactError(path, "content", str(error), "JSON") from error
     if not isinstance(values, dict):
         raise ArtifactError(path, "content", type(values).__name__, "a JSON object")

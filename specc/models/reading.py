@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,7 @@ def read_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     file = path / "generation_config.json"
     if file.is_file():  # transformers passes over one that it cannot read, and end tokens with it
-        with _as_artifact_error(file, "content", "a JSON object"):
-            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-                raise ArtifactError(file, "content", "no object", "a JSON object")
+        read_json(file)
     return config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from specc.runtime.scheduler import Request
 from specc.sampling import WARPERS, bind_all
 from specc.sampling.constraint import Constraint
 from specc.step import MAX_EOS
-
-logger = logging.getLogger(__name__)
 
 _SETTINGS = frozenset(warper.name for warper in WARPERS)
 _OWN = frozenset({
@@ -51,6 +48,7 @@ class Arguments:
     stop_strings: tuple[str, ...]
     extras: tuple[str, ...]
     returns_dict: bool
+    notes: tuple[str, ...]  # what a caller should know of a call that goes on
 
 
 def read_arguments(
@@ -89,14 +87,19 @@ def read_arguments(
     seeds = _seeds(seed, len(ids))
     processors = read_processors(settings.get("logits_processor"), settings)
     constraints = _constraints(settings.get("constraint"), len(ids))
-    requests = []
+    requests, notes = [], []
     for index, (row, its_seed) in enumerate(zip(ids, seeds, strict=True)):
-        limit = _limit(settings, row.shape[0], capacity)
+        wanted = _limit(settings, row.shape[0], capacity)
+        if wanted > capacity:
+            notes.append(
+                f"a prompt of {row.shape[0]} tokens leaves room for {capacity - row.shape[0]} more, not for "
+                f"{wanted - row.shape[0]}: max_length={capacity} was set at compile"
+            )
         columns, families = bind_all(warp, vocab=vocab, eos=eos, do_sample=do_sample)
         requests.append(
             Request(
                 row,
-                limit,
+                min(wanted, capacity),
                 eos,
                 its_seed,
                 settings=columns,
@@ -121,6 +124,7 @@ def read_arguments(
         tuple(strings),
         extras,
         _flag(settings, "return_dict_in_generate"),
+        tuple(dict.fromkeys(notes)),
     )
 
 
@@ -128,11 +132,11 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
     """Return each prompt without its left padding, int64 [tokens] on the CPU."""
     try:
         ids = torch.as_tensor(input_ids)
-        if not ids.numel():
-            raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
     except (TypeError, ValueError, RuntimeError) as error:
         given = type(input_ids).__name__
         raise InputError("input_ids", given, "a tensor or equal-length lists of ids") from error
+    if not ids.numel():  # before its dtype: an empty list becomes a float tensor
+        raise InputError("input_ids", list(ids.shape), "at least one token in every prompt")
     if ids.dtype not in (torch.int64, torch.int32) or ids.dim() not in (1, 2):
         raise InputError(
             "input_ids", f"{ids.dtype} {list(ids.shape)}", "integers [batch, tokens] or [tokens]"
@@ -164,7 +168,7 @@ def prompt_rows(input_ids: Any, attention_mask: Any, vocab: int) -> list[Tensor]
 
 
 def _limit(settings: Mapping[str, Any], prompt: int, capacity: int) -> int:
-    """Return the total tokens at which a prompt's generation ends; by default as many as fit."""
+    """Return the total tokens at which a prompt's generation would end; by default as many as fit."""
     if prompt > capacity:
         raise InputError(
             "input_ids",
@@ -172,19 +176,13 @@ def _limit(settings: Mapping[str, Any], prompt: int, capacity: int) -> int:
             f"at most max_length={capacity} tokens (set at compile)",
         )
     if settings.get("max_new_tokens") is not None:
-        wanted = prompt + _count(settings, "max_new_tokens", 0)
-    elif settings.get("max_length") is not None:
-        wanted = _count(settings, "max_length", 0)
-        if wanted < prompt:
-            raise InputError("max_length", wanted, f"at least the {prompt} tokens of the prompt")
-    else:
+        return prompt + _count(settings, "max_new_tokens", 0)
+    if settings.get("max_length") is None:
         return capacity
-    if wanted > capacity:
-        logger.warning(
-            "a prompt of %d tokens leaves room for %d more, not for %d: max_length=%d was set at compile",
-            prompt, capacity - prompt, wanted - prompt, capacity,
-        )  # fmt: skip
-    return min(wanted, capacity)
+    wanted = _count(settings, "max_length", 0)
+    if wanted < prompt:
+        raise InputError("max_length", wanted, f"at least the {prompt} tokens of the prompt")
+    return wanted
 
 
 def _count(settings: Mapping[str, Any], name: str, least: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from specc.runtime.stats import Stats
 from specc.runtime.stopping import StopStrings
 from specc.runtime.weights import WeightWatch
 from specc.sampling import join
+
+logger = logging.getLogger(__name__)
 
 
 class Compiled:
@@ -129,6 +132,7 @@ class Compiled:
             input_ids, attention_mask, generation_config=generation_config, streamer=streamer, seed=seed,
             accept=accept, inputs=inputs, tokenizer=tokenizer, **settings,
         )  # fmt: skip
+        _say(arguments)
         with self._alone():
             self._watch.check()
             out = _Collector(self.engine, arguments, streamer, stops).run(self._scheduler(arguments.extras))
@@ -199,17 +203,18 @@ class Compiled:
             self._open[:] = [(threading.get_ident(), me[0])]
             self._watch.check()
             held: dict[int, tuple[object, StopStrings | None, list[int]]] = {}
-
             wrong: list[SpeccError] = []
 
             def read() -> Iterator[Request]:
                 for number, item in enumerate(requests):
                     try:
-                        name, request, stops = self._asked(item)
+                        name, arguments, stops = self._asked(item)
                     except SpeccError as error:
                         error.add_note(f"request {number}, the last one that was read")
                         wrong.append(error)
                         return
+                    _say(arguments)
+                    request = arguments.requests[0]
                     request.key = number
                     held[number] = (name, stops, [])
                     if request.limit > request.ids.shape[0]:
@@ -332,7 +337,7 @@ class Compiled:
         families = []
         for do_sample in (False, True):
             one = torch.zeros(1, 1, dtype=torch.int64)
-            arguments = self._one({"input_ids": one, "do_sample": do_sample, "seed": 0})
+            arguments, _ = self._read(one, None, do_sample=do_sample, seed=0)
             families.append(arguments.requests[0].families)
         greedy, sampled = families
         wanted = [greedy, join(greedy, ("temperature",)), sampled, join(sampled, ("top_p",))]
@@ -345,47 +350,37 @@ class Compiled:
         taken, so that plain text with a seed is what every method gives with accept="coupled".
         """
         is_plain = not self.block or not self._drafts
-        return "coupled" if is_plain and asked in (None, *ACCEPT_RULES) else asked or self.accept
+        return self.accept if asked is None or (is_plain and asked in ACCEPT_RULES) else asked
 
-    def _asked(self, item: Any) -> tuple[object, Request, StopStrings | None]:
-        """Return the id, the request and the stop strings of an item of `stream`."""
+    def _asked(self, item: Any) -> tuple[object, Arguments, StopStrings | None]:
+        """Return the id, the arguments of one request and its stop strings, of an item of `stream`."""
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[1], Mapping):
             raise InputError("requests", item, "pairs of an id and a mapping of generate's arguments")
-        name, given = item
-        arguments = self._one(dict(given))
-        strings, request = arguments.stop_strings, arguments.requests[0]
-        stops = StopStrings(strings, self.tokenizer) if strings else None
-        request.own = replace(request.own, stops=stops)
-        return name, request, stops
-
-    def _one(self, given: dict[str, Any]) -> Arguments:
-        if given.get("input_ids") is None:
-            raise InputError("input_ids", None, "token ids in every request")
-        if given.pop("streamer", None) is not None:
+        name, given = item[0], dict(item[1])
+        if not all(isinstance(key, str) for key in given):
+            raise InputError("requests", list(given), "generate's arguments by name")
+        if given.get("streamer") is not None:
             raise InputError("streamer", "a streamer", "none: a stream yields its tokens itself")
-        arguments = read_arguments(
-            given.pop("input_ids"),
-            given.pop("attention_mask", None),
-            defaults=self.generation_defaults,
-            generation_config=given.pop("generation_config", None),
-            seed=given.pop("seed", None),
-            accept=self._rule(given.pop("accept", None)),
-            given=given,
-            vocab=self.info.vocab,
-            capacity=self.engine.capacity,
+        arguments, stops = self._read(
+            given.pop("input_ids", None), given.pop("attention_mask", None), **given
         )
         if len(arguments.requests) != 1:
             raise InputError("input_ids", f"{len(arguments.requests)} sequences", "one sequence per request")
         if arguments.extras or arguments.returns_dict:
             asked = ", ".join((*arguments.extras, *["return_dict_in_generate"] * arguments.returns_dict))
             raise InputError("requests", asked, "tokens only: a stream yields nothing else, generate does")
-        return arguments
+        return name, arguments, stops
 
     def _scheduler(self, extras: tuple[str, ...]) -> Scheduler:
         uniform = self.exact is not None
         return Scheduler(
             self.engine, self.block, self.accept, extras, is_uniform=uniform, drafts=self._drafts
         )
+
+
+def _say(arguments: Arguments) -> None:
+    for note in arguments.notes:
+        logger.warning(note)
 
 
 def _cut(item: Progress, stops: StopStrings | None, tokens: list[int]) -> tuple[list[int], str | None]:

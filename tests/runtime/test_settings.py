@@ -250,4 +250,13 @@ def test_lengths_that_do_not_fit(caplog: pytest.LogCaptureFixture):
     assert not caplog.records
     whole = compiled().generate(ids, max_new_tokens=CAPACITY, eos_token_id=None)
     assert whole.shape[1] == CAPACITY
-    assert f"room for {CAPACITY - ids.shape[1]} more" in caplog.text
+    assert caplog.text.count(f"room for {CAPACITY - ids.shape[1]} more") == 1
+    caplog.clear()
+    compiled().check_request(ids, max_new_tokens=CAPACITY)
+    assert not caplog.records, "only a call that goes on says so"
+    for empty in ([], [[]]):
+        with pytest.raises(InputError, match="at least one token"):
+            compiled().generate(empty)
+    for mask in ([[0.5] * ids.shape[1]], [[1.7] * ids.shape[1]]):
+        with pytest.raises(InputError, match="zeros and ones"):
+            compiled().generate(ids, mask)

@@ -192,6 +192,16 @@ def test_two_processes_equal_one(target: LoadedModel, data: Path, tmp_path: Path
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 
+def go_on(first: Trainer, sizes: Sizes, output: Path) -> tuple[Trainer, set[str]]:
+    """Train a finished drafter two steps further; it begins where it was. Returns the names of what moved."""
+    again = Trainer(first.target, sizes, replace(first.plan, steps=2), LOSS, first.feed.folder, output)
+    reached, begins = first.history.held_out[-1]["loss"], again.measure()["loss"]
+    assert abs(begins - reached) < 0.02 * abs(reached)  # bfloat16 is what was written
+    before = {n: p.detach().clone() for n, p in again.module.named_parameters()}
+    again.run()
+    return again, {n for n, p in again.module.named_parameters() if not torch.equal(p, before[n])}
+
+
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_a_finished_drafter_is_trained_further(
     target: LoadedModel, data: Path, tmp_path: Path, method: str
@@ -201,13 +211,8 @@ def test_a_finished_drafter_is_trained_further(
     sizes = Sizes(
         method, 1, 5, None, 8, 8, None, str(tmp_path / "first")
     )  # all but the method is the drafter's
-    again = Trainer(target, sizes, replace(first.plan, steps=2), LOSS, data, tmp_path / "again")
-    reached, begins = first.history.held_out[-1]["loss"], again.measure()["loss"]
-    assert abs(begins - reached) < 0.02 * abs(reached)  # bfloat16 is what was written
+    again, moved = go_on(first, sizes, tmp_path / "again")
     assert again.info.config == first.info.config
-    before = {n: p.detach().clone() for n, p in again.module.named_parameters()}
-    again.run()
-    moved = {n for n, p in again.module.named_parameters() if not torch.equal(p, before[n])}
     assert "fc.weight" in moved
     assert not {"lm_head.weight", "embed_tokens.weight"} & moved
     with pytest.raises(InputError, match="taps"):
@@ -220,13 +225,8 @@ def test_a_drafter_with_more_layers_says_the_same_and_learns(
     first = make(target, data, tmp_path / "first", 6)
     first.run()
     sizes = Sizes("dspark", 3, start=str(tmp_path / "first"))
-    grown = Trainer(target, sizes, replace(first.plan, steps=3), LOSS, data, tmp_path / "grown")
+    grown, moved = go_on(first, sizes, tmp_path / "grown")
     assert grown.info.config.layers == 3
-    reached, begins = first.history.held_out[-1]["loss"], grown.measure()["loss"]
-    assert abs(begins - reached) < 0.02 * abs(reached)
-    before = {n: p.detach().clone() for n, p in grown.module.named_parameters()}
-    grown.run()
-    moved = {n for n, p in grown.module.named_parameters() if not torch.equal(p, before[n])}
     assert {
         f"layers.{i}.{part}.weight" for i in range(3) for part in ("o_proj", "mlp.down_proj", "q_proj")
     } <= moved
