@@ -30,6 +30,16 @@ def test_it_is_small_and_says_where_it_comes_from(folder: Path):
 
 
 @pytest.mark.real_model
+def test_nothing_is_held_against_them_but_their_vocabulary():
+    target = load_target("smollm2-135m")
+    for folder in FOLDERS:
+        report = specc.check(target, folder, method=folder.name, probe=False)
+        assert {f.subject for f in report.findings if f.effect != "note"} <= {"draft vocabulary"}, (
+            report.render()
+        )
+
+
+@pytest.mark.real_model
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_it_is_found_and_helps_and_changes_nothing(folder: Path):
     target = load_target(folder.parent.name, dtype="float32")

@@ -181,10 +181,8 @@ def _verifier(target: LoadedModel, folder: FolderFacts) -> Iterator[Item]:
     verifier = inner.get("verifier") if isinstance(inner, Mapping) else None
     if not isinstance(verifier, Mapping):
         return
-    named, own = (
-        str(verifier.get("name_or_path") or ""),
-        target.path.name if target.path else target.info.name,
-    )
+    # Not the folder's name: a built-in model lies in one of the cache, and a .gguf file has an ending.
+    named, own = str(verifier.get("name_or_path") or ""), target.info.name
     if named and Path(named).name.lower() != Path(own).name.lower():
         yield (
             "loses",
