@@ -34,7 +34,12 @@ def write_card(report: Mapping[str, Any]) -> str:
         lines.append(
             "| 1 - TV (sampling, T = 1) | " + " | ".join(f"{v:.3f}" for v in report["overlap"]) + " |"
         )
-    lines += ["", f"Mean accepted length, bonus included: {1 + sum(acceptance):.2f}."]
+    lines += [
+        "",
+        f"Mean accepted length, bonus included, over the steps that decoding these answers takes: "
+        f"{report['accepted_length']:.2f}. (Steps begin where the last one ended, so more of them begin at words that "
+        "are hard to guess than the table's places.)",
+    ]
     if report.get("calibration"):
         fitted = report["calibration"]
         lines += [

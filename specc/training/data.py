@@ -28,6 +28,8 @@ from specc.training.shards import list_shards, read_facts, write_shard
 logger = logging.getLogger(__name__)
 
 _MOST_WASTED = 2000
+_SOURCES = 256
+_LEAST_ANSWER = 16  # tokens that a prompt must leave room for
 _SEED_STRIDE = 1_000_000  # draws of a run are numbered from its seed times this: two seeds share none
 _MARK = "\u2603 here"  # stands where the user's words will be; no template has it
 
@@ -40,29 +42,40 @@ class DataPlan:
         tokens: Answer tokens in all.
         answer_tokens, prompt_tokens: Caps on one answer and on one sampled prompt; a longer prompt is
             dropped.
-        capacity: Tokens of a whole sequence.
+        capacity: Tokens of a whole sequence; a prompt may take five eighths of it.
         slots: Sequences that run at once.
         shard_tokens: Answer tokens of a shard: what a kill can lose.
         greedy: Share of the answers that are greedy; the rest are sampled at a temperature of 0.7 to 1.0.
+        sourced: Share of tasks about one of the target's earlier answers, where a category has such.
+        followed: Share of short answers that the target goes on from with a second user turn.
         seed: Of everything that is drawn.
     """
 
     tokens: int
     answer_tokens: int = 192
-    prompt_tokens: int = 96
-    capacity: int = 384
+    prompt_tokens: int = 144
+    capacity: int = 640
     slots: int = 32
     shard_tokens: int = 8192
     greedy: float = 0.5
+    sourced: float = 0.6
+    followed: float = 0.2
     seed: int = 0
 
 
 @dataclass(eq=False)
 class _Conversation:
+    """``before`` are the turns that are over, ``messages`` all turns: none until the last one is known."""
+
     category: str
     opener: str
     setting: str
     messages: list[dict[str, str]] = field(default_factory=list)
+    before: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """End the conversation with this user turn."""
+        self.messages = [*self.before, {"role": "user", "content": text}]
 
 
 class Collector:
@@ -97,7 +110,10 @@ class Collector:
         self.dropped: Counter[str] = Counter()
         self._wasted = 0
         self._queue: deque[_Conversation] = deque()
-        self._texts: list[str] = []  # the target's own answers, for tasks that need a source
+        self._follow: deque[_Conversation] = deque()  # wait for their next user turn
+        # What the target wrote lately, for tasks that need a source.
+        self._texts: deque[str] = deque(maxlen=_SOURCES)
+        self._code: deque[str] = deque(maxlen=_SOURCES)
         self._pending: list[Recorded] = []
         self._kept: list[dict[str, Any]] = []
         self._begin = time.perf_counter()
@@ -144,11 +160,11 @@ class Collector:
             elif self._user:
                 messages = self._user.popleft()
                 if self._keep(prompting.text_of(messages)):
-                    conversation = _Conversation("user", "", "user file")
-                    conversation.messages = messages
-                    self._queue.append(conversation)
+                    self._queue.append(_Conversation("user", "", "user file", messages))
             elif self._from_user:
                 return
+            elif self._follow:
+                yield self._write(self._follow.popleft(), random.Random(self._next))
             else:
                 made = self._invent(random.Random(self._next))
                 if made is not None:
@@ -162,22 +178,34 @@ class Collector:
         """Return the request for a new prompt, or None when a task with a source needed no writing."""
         seed = self._seed()
         category = prompting.CATEGORIES[seed % len(prompting.CATEGORIES)]
-        tasks = prompting.TASKS.get(category)
-        if tasks is not None and self._texts and chance.random() < 0.75:
-            text = chance.choice(tasks).format(chance.choice(self._texts))
+        text = self._sourced(category, chance) if chance.random() < self.plan.sourced else None
+        if text is not None:
             if self._keep(text):
                 conversation = _Conversation(category, "", "own text")
-                conversation.messages = [{"role": "user", "content": text}]
+                conversation.ask(text)
                 self._queue.append(conversation)
             return None
         opener = ""
         if chance.random() < 0.75:
             opener = chance.choice(prompting.OPENERS[category])
-            if category in ("chat", "list") and chance.random() < 0.5:
-                opener += f" about {chance.choice(prompting.TOPICS)}" if category == "chat" else ""
+            if category == "chat" and chance.random() < 0.25:
+                opener += f" about {chance.choice(prompting.TOPICS)}"
+        return self._write(_Conversation(category if opener else "bare", opener, ""), chance, seed)
+
+    def _sourced(self, category: str, chance: random.Random) -> str | None:
+        """Return a task about something that the target wrote, or None where there is nothing yet."""
+        if category == "code":
+            return (
+                chance.choice(prompting.CODE_TASKS).format(chance.choice(self._code)) if self._code else None
+            )
+        tasks = prompting.TASKS.get(category)
+        return chance.choice(tasks).format(chance.choice(self._texts)) if tasks and self._texts else None
+
+    def _write(self, conversation: _Conversation, chance: random.Random, seed: int | None = None) -> Request:
+        """Return the request for a conversation's next user turn."""
         hot = chance.random() < 0.5
-        conversation = _Conversation(category if opener else "bare", opener, "t1.0" if hot else "t0.8")
-        ids = self._encode(self._header([]) + opener)
+        conversation.setting = "t1.0" if hot else "t0.8"
+        ids = self._encode(self._header(conversation.before) + conversation.opener)
         if len(ids) + self.plan.prompt_tokens > self.plan.capacity:
             raise InputError(
                 "capacity", self.plan.capacity, "more tokens than the chat template and a prompt take"
@@ -186,7 +214,7 @@ class Collector:
             conversation,
             ids,
             self.plan.prompt_tokens,
-            seed,
+            self._seed() if seed is None else seed,
             do_sample=True,
             temperature=1.0 if hot else 0.8,
             top_p=0.95,
@@ -196,10 +224,7 @@ class Collector:
     def _answer(self, conversation: _Conversation) -> Request:
         seed = self._seed()
         chance = random.Random(seed)
-        text = self.tokenizer.apply_chat_template(
-            conversation.messages, tokenize=False, add_generation_prompt=True
-        )
-        ids = self._encode(text)
+        ids = self._encode(self._template(conversation.messages))
         room = min(self.plan.answer_tokens, self.plan.capacity - len(ids))
         settings: dict[str, Any] = {"do_sample": False}
         conversation.setting += ", greedy"
@@ -211,6 +236,11 @@ class Collector:
 
     def _encode(self, text: str) -> Tensor:
         return torch.tensor(self.tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
+
+    def _template(self, messages: list[dict[str, str]]) -> str:
+        """Return the template up to where the answer begins."""
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
 
     def _header(self, messages: list[dict[str, str]]) -> str:
         """Return the template up to where the next user turn's words begin."""
@@ -226,8 +256,11 @@ class Collector:
         written = self.tokenizer.decode(item.ids[item.prompt : -1], skip_special_tokens=False)
         text = (conversation.opener + written).strip()
         if self._keep(text):
-            conversation.messages = [{"role": "user", "content": text}]
-            self._queue.append(conversation)
+            conversation.ask(text)
+            if len(self._encode(self._template(conversation.messages))) + _LEAST_ANSWER > self.plan.capacity:
+                self._drop("too long")
+            else:
+                self._queue.append(conversation)
 
     def _drop(self, why: str) -> None:
         """Count a prompt that is of no use; a target that writes nothing else is told so."""
@@ -242,7 +275,7 @@ class Collector:
 
     def _keep(self, text: str) -> bool:
         why = prompting.fault(text, self._specials) or self.seen.fault(text)
-        if why is None and len(self._encode(text)) > self.plan.capacity // 2:
+        if why is None and len(self._encode(text)) > 5 * self.plan.capacity // 8:
             why = "too long"
         if why is None and self.evaluation.is_close(text):
             why = "close to an evaluation prompt"
@@ -263,11 +296,19 @@ class Collector:
             "text": prompting.text_of(conversation.messages), "category": conversation.category,
             "setting": conversation.setting, "tokens": len(item.ids) - item.prompt,
         })  # fmt: skip
-        paragraph = (
-            self.tokenizer.decode(item.ids[item.prompt :], skip_special_tokens=True).split("\n\n")[0].strip()
-        )
-        if 12 <= len(paragraph.split()) <= 90:
-            self._texts = [*self._texts[-63:], paragraph]
+        chance = random.Random(self.tokens)
+        answer = self.tokenizer.decode(item.ids[item.prompt :], skip_special_tokens=True).strip()
+        room = 5 * self.plan.capacity // 8
+        prose = prompting.prose_source(answer, int(chance.uniform(0.1, 0.6) * room))
+        code = prompting.code_source(answer)
+        if prose is not None:
+            self._texts.append(prose)
+        if code is not None and len(self._encode(code)) < 0.8 * room:
+            self._code.append(code)
+        short = len(item.ids) + self.plan.prompt_tokens <= room
+        if item.ended and short and not self._from_user and chance.random() < self.plan.followed:
+            turns = [*conversation.messages, {"role": "assistant", "content": answer}]
+            self._follow.append(_Conversation(conversation.category, "", "", before=turns))
 
     def _flush(self, progress: Callable[[str], None]) -> None:
         answer = sum(len(p.ids) - p.prompt for p in self._pending)

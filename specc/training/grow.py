@@ -14,18 +14,50 @@ import torch
 from torch import Tensor
 
 from specc.drafters.block import BlockDrafter
+from specc.drafters.eagle3 import Eagle3Drafter
 from specc.errors import InputError
 
+Growing = BlockDrafter | Eagle3Drafter
 
-def add_layers(drafter: BlockDrafter, layers: int) -> BlockDrafter:
+
+def add_layers(drafter: Growing, layers: int) -> Growing:
     """Return the drafter with ``layers`` layers; the new ones are copies of its last that add nothing yet.
 
     Raises:
         InputError: It has more layers than that.
     """
+    if layers < drafter.config.layers:
+        raise InputError("layers", layers, f"at least the {drafter.config.layers} that the drafter has")
+    return _add_block(drafter, layers) if isinstance(drafter, BlockDrafter) else _add_eagle3(drafter, layers)
+
+
+def _copied(name: str, value: Tensor) -> Tensor:
+    """Return a new layer's weight: the old one's, or zeros for what is added to the residual."""
+    adds = name.split(".")[-2] in ("o_proj", "down_proj")
+    return torch.zeros_like(value) if adds else value
+
+
+def _add_eagle3(drafter: Eagle3Drafter, layers: int) -> Eagle3Drafter:
+    """Add layers; a copy of the first, which reads [embedding, feature], keeps the half that reads the feature."""
     old = drafter.config
-    if layers < old.layers:
-        raise InputError("layers", layers, f"at least the {old.layers} that the drafter has")
+    deeper = Eagle3Drafter(replace(old, layers=layers))
+    state = drafter.state_dict()
+    for index in range(old.layers, layers):
+        for name, value in drafter.layers[-1].state_dict().items():
+            if name == "hidden_norm.weight":
+                continue
+            kept = value
+            if old.layers == 1 and name == "input_layernorm.weight":
+                kept = drafter.layers[-1].state_dict()["hidden_norm.weight"]
+            elif value.dim() == 2 and value.shape[1] == 2 * old.hidden and ".self_attn." in f".{name}":
+                kept = value[:, old.hidden :]
+            state[f"layers.{index}.{name}"] = _copied(name, kept)
+    deeper.load_state_dict(state)
+    return deeper
+
+
+def _add_block(drafter: BlockDrafter, layers: int) -> BlockDrafter:
+    old = drafter.config
     more = layers - old.layers
     config = replace(
         old,
@@ -37,8 +69,7 @@ def add_layers(drafter: BlockDrafter, layers: int) -> BlockDrafter:
     state = drafter.state_dict()
     for index in range(old.layers, layers):
         for name, value in drafter.layers[-1].state_dict().items():
-            adds = name.startswith(("o_proj.", "mlp.down_proj."))
-            state[f"layers.{index}.{name}"] = torch.zeros_like(value) if adds else value
+            state[f"layers.{index}.{name}"] = _copied(name, value)
     for name in ("key_value.weight", "key_value.bias"):
         if name in state:
             width = len(state[name]) // old.layers

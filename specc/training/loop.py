@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from specc.training.start import Sizes, TargetParts, make_drafter, target_parts
 from specc.training.terms import LossOptions, Reference, Result
 
 logger = logging.getLogger(__name__)
+
+_HELD_BATCH = 4  # every place of an answer is drafted at, so fewer sequences than a training step takes
 
 
 @dataclass(frozen=True)
@@ -218,37 +220,27 @@ class Trainer:
             self._held = self.feed.held_out(self.plan.held_out)
         found: dict[str, Any] = {"step": self.history.step, "minutes": round(self.history.seconds / 60, 2)}
         if self._held:
-            prefix, total, overlap, loss = self._held_out(self._held)
-            found |= {
-                "acceptance": [round(v, 4) for v in (prefix / total.clamp(min=1)).tolist()],
-                "overlap": None if overlap is None else [round(v, 4) for v in (overlap / total.clamp(min=1)).tolist()],
-                "loss": round(loss, 4),
-            }  # fmt: skip
+            results = self._held_out(self._held)
+            found |= summarize(results, [len(e.ids) for e in self._held])
         self.history.held_out.append(found)
         if self.rank == 0:
             self.say(f"held out: {found}")
         return found
 
-    def _held_out(self, examples: list[Example]) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    def _held_out(self, examples: list[Example]) -> list[Result]:
+        """Return what the objective says of every place in the answers, a few at a time."""
         self.module.eval()
         results = []
-        for begin in range(0, len(examples), 8):
-            part = examples[begin : begin + 8]
+        for begin in range(0, len(examples), _HELD_BATCH):
+            part = examples[begin : begin + _HELD_BATCH]
             batch = collate(part, range(begin, begin + len(part))).to(self.device)
+            everywhere = replace(self.options, anchors=max(e.answer for e in part))
             with self._precision():
                 results.append(
-                    self.objective(self.module, batch, self.reference, self.parts.embed, self.options, 1)
+                    self.objective(self.module, batch, self.reference, self.parts.embed, everywhere, 1)
                 )
         self.module.train()
-        prefix = torch.stack([r.prefix for r in results if r.prefix is not None]).sum(0)
-        total = torch.stack([r.total for r in results if r.total is not None]).sum(0)
-        overlaps = [r.overlap for r in results if r.overlap is not None]
-        return (
-            prefix,
-            total,
-            torch.stack(overlaps).sum(0) if overlaps else None,
-            sum(float(r.loss().detach()) for r in results) / len(results),
-        )
+        return results
 
     def save(self) -> None:
         """Write the state, and the drafter as it is now in the speculators layout."""
@@ -273,6 +265,37 @@ class Trainer:
             shares = (result.prefix / result.total.clamp(min=1)).tolist()
             rate = " prefix " + "/".join(f"{v:.2f}" for v in shares)
         return f"step {h.step} ({h.seconds / 60:.1f} min, epoch {self.feed.cursor.epoch}): {terms}{rate}"
+
+
+def summarize(results: Sequence[Result], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return acceptance by position over all places of the answers, and the length that a decoder would see.
+
+    Decoding does not start a step at every place: it steps over what it accepted, so it starts more often
+    where text is hard to guess. ``accepted_length`` walks the answers as it does, and is below
+    1 + sum(acceptance).
+
+    Args:
+        results: Of batches of held-out sequences, with every place an anchor.
+        lengths: Tokens of each sequence, prompt included.
+    """
+    prefix = torch.stack([r.prefix for r in results if r.prefix is not None]).sum(0)
+    total = torch.stack([r.total for r in results if r.total is not None]).sum(0).clamp(min=1)
+    overlaps = [r.overlap for r in results if r.overlap is not None]
+    overlap = torch.stack(overlaps).sum(0) / total if overlaps else None
+    runs = [row for r in results if r.runs is not None for row in r.runs.tolist()]
+    steps = tokens = 0
+    for row, length in zip(runs, lengths, strict=True):
+        begin = place = next((i for i, run in enumerate(row) if run >= 0), length)
+        while place < length - 1:
+            steps += 1
+            place += 1 + row[place]
+        tokens += max(place - begin, 0)
+    return {
+        "acceptance": [round(v, 4) for v in (prefix / total).tolist()],
+        "overlap": None if overlap is None else [round(v, 4) for v in overlap.tolist()],
+        "accepted_length": round(tokens / max(steps, 1), 4),
+        "loss": round(sum(float(r.loss().detach()) for r in results) / len(results), 4),
+    }
 
 
 def export(folder: Path, info: DrafterInfo, module: nn.Module, target: LoadedModel) -> None:

@@ -50,7 +50,7 @@ def dspark(
         result.terms["confidence"] = (options.confidence, (error * weight).sum(), weight.sum())
         whole = blocks.valid.all(-1)
         result.confidence, result.accepted = confidence[whole].detach(), goal[whole]
-    _count(result, blocks, logits.argmax(-1) == label, inside)
+    _count(result, batch, blocks, (anchors, real), logits.argmax(-1) == label, inside)
     return result
 
 
@@ -105,7 +105,7 @@ def dflash(
         listed = weight * hit.any(-1)
         result.terms["selector"] = (options.selector, -(chosen * listed).sum(), listed.sum())
         drafted = ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
-    _count(result, blocks, drafted == label, None)
+    _count(result, batch, blocks, (anchors, real), drafted == label, None)
     return result
 
 
@@ -134,9 +134,21 @@ def _decay(blocks: Blocks, g: float) -> Tensor:
     return weight * blocks.valid
 
 
-def _count(result: Result, blocks: Blocks, right: Tensor, inside: Tensor | None) -> None:
+def _count(
+    result: Result,
+    batch: Batch,
+    blocks: Blocks,
+    drawn: tuple[Tensor, Tensor],
+    right: Tensor,
+    inside: Tensor | None,
+) -> None:
     counted = tuple(range(right.dim() - 1))
-    result.prefix = (right & blocks.valid).cumprod(-1).sum(counted).detach()
+    prefix = (right & blocks.valid).cumprod(-1)
+    result.prefix = prefix.sum(counted).detach()
     result.total = blocks.valid.sum(counted)
+    anchors, real = drawn
+    result.runs = torch.full_like(batch.ids, -1)
+    sequence, which = real.nonzero(as_tuple=True)
+    result.runs[sequence, anchors[sequence, which]] = prefix.sum(-1)[sequence, which]
     if inside is not None:
         result.overlap = (inside * blocks.valid).sum(counted).detach()

@@ -19,38 +19,76 @@ from specc.prompts import Prompt, read_prompts
 OPENERS: dict[str, tuple[str, ...]] = {
     "chat": (
         "Explain", "Why", "How do I", "Can you tell me about", "What is the best way to", "Translate",
-        "Write an email to", "Write a story about", "Compare", "Describe",
+        "Write an email to", "Write a story about", "Compare", "Describe", "What does", "Is it true that",
+        "I am", "My", "Should I", "Write a poem about", "What would happen if", "Give me advice on", "How does",
+        "What is the difference between", "Tell me", "Help me", "Write a letter to", "Imagine",
     ),
     "code": (
         "Write a Python", "Write a function that", "Fix the bug in", "Write a program that",
-        "Write a Python function to", "How can I use Python to", "Write a class",
+        "Write a Python function to", "How can I use Python to", "Write a class", "Complete this function:\n\ndef ",
+        "Finish the body of this Python function.\n\n```python\ndef ",
+        "Here is a function and its docstring. Write its body.\n\n```python\ndef ",
+        "What does this code print?\n\n```python\n", "Write a test for this function:\n\n```python\ndef ",
+        "Write an SQL query", "In JavaScript,", "Write a bash",
     ),
     "maths": (
         "A shop sells", "If a car", "Calculate", "What is the sum of", "A farmer has", "A train", "Solve",
-        "How many",
+        "How many", "What is the area of", "A class has", "Find the", "There are", "Tom has", "A recipe",
     ),
-    "rewrite": ("Rewrite the following", "Make this text shorter", "Correct the grammar", "Rewrite this sentence"),
-    "summary": ("Summarize the following", "What are the main points of", "Summarize this"),
-    "list": ("List", "Give me a checklist", "List five", "What are some", "Name three", "Give me ten ideas for"),
+    "rewrite": (
+        "Rewrite the following", "Make this text shorter", "Correct the grammar", "Rewrite this sentence",
+        "Correct the spelling in the following", "Make this email more polite:\n\n", "Change the following",
+    ),
+    "summary": ("Summarize the following", "What are the main points of", "Summarize this", "Give a summary of this"),
+    "list": (
+        "List", "Give me a checklist", "List five", "What are some", "Name three", "Give me ten ideas for",
+        "Make a table of", "What do I need for", "Write a shopping list for", "Give me a numbered list of",
+    ),
 }  # fmt: skip
 TOPICS = (
     "cooking", "gardens", "sport", "music", "history", "animals", "weather", "health", "school", "money", "travel",
     "tools", "machines", "the sea", "space", "law", "language", "family", "work", "art", "computers", "farming",
     "games", "the city", "small talk",
 )  # fmt: skip
-# Tasks whose source text is one of the target's own answers: a small model seldom writes a source by itself.
+# Tasks whose source is one of the target's own answers: a small model seldom writes a source by itself.
 TASKS: dict[str, tuple[str, ...]] = {
     "rewrite": (
         "Rewrite the following text in simpler words:\n\n{}", "Make this text shorter:\n\n{}",
         "Correct the grammar and spelling in this text:\n\n{}", "Rewrite the text below in a formal tone.\n\n{}",
         "{}\n\nRewrite this for a child.", "Change this text to the past tense:\n{}",
-        "Fix the punctuation and keep everything else as it is:\n\n{}",
+        "Fix the punctuation and keep everything else as it is:\n\n{}", "Say this more politely:\n\n{}",
+        "Please polish this draft without changing what it says.\n\n{}", "{}\n\nWrite that again as a letter.",
+        "Replace every 'we' and 'I' with 'they' in this passage:\n\n{}", "Make the following sound friendlier:\n{}",
+        "Copy this text and put each sentence on a line of its own:\n\n{}", "Rewrite in the future tense: {}",
+        "Paraphrase this paragraph:\n\n{}", "Expand this text by one or two sentences:\n\n{}",
     ),
     "summary": (
         "Summarize the following text:\n\n{}", "What are the main points of this text?\n\n{}",
         "{}\n\nSummarize the above in one sentence.", "Give a short summary of this passage: {}",
+        "Write a headline and two sentences for this article.\n\n{}", "What does this text say? Be brief.\n\n{}",
+        "{}\n\nWhat should I remember of this?", "Sum up the text below in your own words:\n\n{}",
+        "Who or what is this about, and what happens?\n\n{}", "Give the key facts of this note:\n\n{}",
+    ),
+    "list": (
+        "Turn this text into a bulleted list:\n\n{}", "List the steps that this text describes:\n\n{}",
+        "{}\n\nName the things mentioned above, one on each line.", "Which questions does this text answer?\n\n{}",
+        "Sort the points of this text by importance:\n\n{}", "Make a checklist from this:\n\n{}",
+    ),
+    "chat": (
+        "{}\n\nDo you agree? Why?", "I found this text. Can you explain it to me?\n\n{}",
+        "Answer with the help of the text below: what is it good for?\n\n{}", "Continue this text:\n\n{}",
+        "{}\n\nWrite three questions about this, with answers.", "What is missing in this answer?\n\n{}",
     ),
 }  # fmt: skip
+# The same with a piece of code from one of its answers.
+CODE_TASKS = (
+    "Explain what this code does:\n\n{}", "Add comments to this code:\n\n{}", "Is there a bug in this code?\n\n{}",
+    "{}\n\nRewrite this code with clearer names.", "Add type hints and a docstring:\n\n{}",
+    "Make this code shorter if you can.\n\n{}", "Write a test for the following code.\n\n{}",
+    "Add error handling to this code and show all of it:\n\n{}", "Rename every variable to one letter:\n\n{}",
+    "{}\n\nShow me how to call this.", "Turn this into a class:\n\n{}", "Translate this code to JavaScript:\n\n{}",
+)  # fmt: skip
+_BLOCK = re.compile(r"```\w*\n.*?\n```", re.DOTALL)
 CATEGORIES = tuple(OPENERS)
 _CONTACT = re.compile(r"\S@\S|https?:|www\.|\d{3}[-. )]+\d{3}[-. ]+\d{4}")
 _FAMILIAR_STARTS = 40  # prompts before the limit on equal first words means anything
@@ -140,6 +178,27 @@ class Evaluation:
         return close
 
 
+def prose_source(answer: str, longest: int) -> str | None:
+    """Return the paragraphs at an answer's start that ``longest`` words hold, as a task's source; None = too few."""
+    kept: list[str] = []
+    count = 0
+    for paragraph in answer.split("\n\n"):
+        count += len(paragraph.split())
+        if count > longest or "```" in paragraph:
+            break
+        kept.append(paragraph.strip())
+    text = "\n\n".join(kept)
+    return text if len(text.split()) >= 12 else None
+
+
+def code_source(answer: str) -> str | None:
+    """Return an answer's first fenced block of 3 to 40 lines."""
+    for found in _BLOCK.findall(answer):
+        if 5 <= found.count("\n") + 1 <= 42:
+            return str(found)
+    return None
+
+
 def read_conversations(path: str | Path) -> list[list[dict[str, str]]]:
     """Return the conversations of a file or folder that `specc.prompts.read_prompts` reads; each ends with a user turn.
 
@@ -161,8 +220,8 @@ def _messages(prompt: Prompt, path: str | Path) -> list[dict[str, str]]:
 
 
 def text_of(messages: Sequence[dict[str, str]]) -> str:
-    """Return all turns joined: what the overlap check reads."""
-    return " ".join(m["content"] for m in messages)
+    """Return all user turns joined: what the overlap check reads."""
+    return " ".join(m["content"] for m in messages if m["role"] == "user")
 
 
 def read_evaluation(path: str | Path | None) -> Evaluation:

@@ -109,6 +109,7 @@ def eagle3(
     rows = torch.arange(start, length, device=batch.ids.device)
     result = Result()
     prefix: Tensor | None = None
+    runs = torch.full_like(batch.ids, -1)
     prefixes, totals, overlaps = [], [], []
     for step, output in enumerate(outputs):
         # Only rows with a label: answers differ in length, and the head is most of the work.
@@ -132,9 +133,13 @@ def eagle3(
         right = torch.zeros_like(valid)
         right[sequence, row] = log_q.argmax(-1) == label
         prefix = right if prefix is None else prefix & right
+        # Row t's anchor is token t + 1, the last that a step knows.
+        if step == 0:
+            runs[sequence, rows[row] + 1] = 0
+        runs[:, rows[:-1] + 1] += prefix[:, :-1]
         prefixes.append(prefix.sum())
         totals.append(valid.sum())
         overlaps.append(torch.minimum(log_q.detach().exp(), p).sum())
     result.prefix, result.total = torch.stack(prefixes), torch.stack(totals)
-    result.overlap = torch.stack(overlaps)
+    result.overlap, result.runs = torch.stack(overlaps), runs
     return result

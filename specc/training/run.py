@@ -49,7 +49,7 @@ class TrainOptions:
         minutes, steps: When training ends, whichever comes first; data takes its own time before.
         draft_vocab, layers, block, markov_rank, selector_rank, taps: See `training.start.Sizes`.
         start: A finished drafter's folder to train further, in a run of its own: sizes and taps are its own,
-            but for more ``layers`` (block methods) and a smaller ``draft_vocab``.
+            but for more ``layers`` and a smaller ``draft_vocab``.
         resume: Go on with the run in ``output``.
         avoid: Evaluation prompts, a JSONL file or a folder of them, that nothing trained on may resemble.
         data: The folder of shards; None = in the cache, by the target's fingerprint and the taps.
@@ -77,7 +77,7 @@ class TrainOptions:
     data: Path | str | None = None
     slots: int = 32
     answer_tokens: int = 192
-    capacity: int = 384
+    capacity: int = 640
     batch: int = 4
     rate: float = 6e-4
     seed: int = 0
@@ -251,7 +251,7 @@ def _report(
         "flagged": sum(f["flagged"] for f in facts), "checked": sum(f["checked"] for f in facts),
         "steps": history.step, "trained_tokens": history.tokens, "minutes": history.seconds / 60,
         "loss": history.losses[-1] if history.losses else float("nan"), "held_out": options.held_out,
-        "acceptance": acceptance, "overlap": last.get("overlap"), "accepted_length": 1 + sum(acceptance),
+        "acceptance": acceptance, "overlap": last.get("overlap"), "accepted_length": last.get("accepted_length", 1.0),
         "parameters": sum(p.numel() for p in parameters),
         "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "calibration": asdict(calibration) if calibration is not None else None, "command": options.command,

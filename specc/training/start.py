@@ -48,7 +48,7 @@ class Sizes:
         selector_rank: DFlash 2's codebooks.
         taps: Target states read, each "after j layers"; None = three of them, spread.
         start: A drafter's folder to go on from; what it is made of is then its own, not as asked for here,
-            but for more layers (block methods) and fewer rows of the head.
+            but for more layers and fewer rows of the head.
     """
 
     method: str
@@ -203,10 +203,6 @@ def go_on_from(
 def _resized(sizes: Sizes, module: Any, counts: Tensor | None) -> tuple[nn.Module, Any]:
     config = module.config
     if sizes.layers > config.layers:
-        if not isinstance(module, BlockDrafter):
-            raise InputError(
-                "layers", sizes.layers, f"{config.layers}: only block drafters are given more layers"
-            )
         module = add_layers(module, sizes.layers)
     if counts is not None and sizes.draft_vocab is not None and sizes.draft_vocab < config.draft_vocab:
         known = torch.full_like(counts, -1)  # an id without a row is never among the commonest

@@ -22,6 +22,9 @@ class Result:
     terms: dict[str, tuple[float, Tensor, Tensor]] = field(default_factory=dict)
     prefix: Tensor | None = None  # [positions], rows whose whole prefix of greedy drafts is right
     total: Tensor | None = None  # [positions], rows with a label
+    runs: Tensor | None = (
+        None  # int64 [batch, length], greedy drafts right in a row after each anchor; -1: no anchor
+    )
     overlap: Tensor | None = None  # [positions], sum of 1 - TV: expected acceptance when sampling
     confidence: Tensor | None = None  # [rows, positions], logits of whole blocks
     accepted: Tensor | None = None  # [rows, positions], the probability that each draft is accepted

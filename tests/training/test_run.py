@@ -15,10 +15,10 @@ import torch
 import specc
 from specc.errors import InputError, UnknownNameError
 from specc.models.load import LoadedModel, load_target
-from specc.training.loop import Plan, Trainer
+from specc.training.loop import Plan, Trainer, summarize
 from specc.training.run import TrainOptions
 from specc.training.start import METHODS, Sizes, go_on_from
-from specc.training.terms import LossOptions
+from specc.training.terms import LossOptions, Result
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,41 @@ def go_on(first: Trainer, sizes: Sizes, output: Path) -> tuple[Trainer, set[str]
     return again, {n for n, p in again.module.named_parameters() if not torch.equal(p, before[n])}
 
 
+def test_the_held_out_length_walks_as_decoding_does() -> None:
+    runs = torch.tensor([[-1, -1, 2, 0, 3, 0, 1, 0, -1], [-1, 0, 0, 0, -1, -1, -1, -1, -1]])
+    results = [Result({}, torch.tensor([4, 2, 1]), torch.tensor([10, 9, 8]), runs)]
+    results[0].terms["ce"] = (1.0, torch.tensor(3.0), torch.tensor(2.0))
+    found = summarize(results, [9, 5])
+    # First: from 2 over 3 tokens to 5, one to 6, two to 8, its last. Second: three steps of one token.
+    assert found["accepted_length"] == round((6 + 3) / (3 + 3), 4)
+    assert found["acceptance"] == [0.4, round(2 / 9, 4), 0.125]
+    assert found["loss"] == 1.5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_held_out_length_is_the_step_graphs(
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
+) -> None:
+    trained = make(target, data, tmp_path, 40, method)
+    trained.run()
+    examples = [e for e in trained.feed.held_out(4) if e.answer > 3][:3]
+    compiled = specc.compile(target, tmp_path, method=method, backend="eager", max_length=64, block=3)
+    steps = tokens = 0
+    for example in examples:
+        made = compiled.generate(
+            example.ids[None, : example.prompt],
+            max_new_tokens=example.answer,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(made.sequences[0], example.ids)  # greedy answers are held out first
+        # The prompt's own step drafts nothing and commits the first token.
+        steps, tokens = steps + made.stats.steps - 1, tokens + made.stats.tokens - 1
+    found = summarize(trained._held_out(examples), [len(e.ids) for e in examples])
+    assert found["accepted_length"] > 1.0, "nothing was accepted: the comparison says nothing"
+    assert found["accepted_length"] == pytest.approx(tokens / steps, abs=1e-3)
+
+
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_a_finished_drafter_is_trained_further(
     target: LoadedModel, data: Path, tmp_path: Path, method: str
@@ -219,18 +254,19 @@ def test_a_finished_drafter_is_trained_further(
         Trainer(target, replace(sizes, taps=(1, 2)), first.plan, LOSS, data, tmp_path / "third")
 
 
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_a_drafter_with_more_layers_says_the_same_and_learns(
-    target: LoadedModel, data: Path, tmp_path: Path
+    target: LoadedModel, data: Path, tmp_path: Path, method: str
 ) -> None:
-    first = make(target, data, tmp_path / "first", 6)
+    first = make(target, data, tmp_path / "first", 6, method)
     first.run()
-    sizes = Sizes("dspark", 3, start=str(tmp_path / "first"))
+    sizes = Sizes(method, 3, start=str(tmp_path / "first"))
     grown, moved = go_on(first, sizes, tmp_path / "grown")
     assert grown.info.config.layers == 3
-    assert {
-        f"layers.{i}.{part}.weight" for i in range(3) for part in ("o_proj", "mlp.down_proj", "q_proj")
-    } <= moved
-    read = specc.compile(target, tmp_path / "grown", method="dspark", backend="eager", max_length=48)
+    attention = "" if method == "dspark" else "self_attn."
+    learnt = (f"{attention}o_proj", "mlp.down_proj", f"{attention}q_proj")
+    assert {f"layers.{i}.{part}.weight" for i in range(3) for part in learnt} <= moved
+    read = specc.compile(target, tmp_path / "grown", method=method, backend="eager", max_length=48)
     assert read.generate(torch.tensor([[5, 9, 11, 12]]), max_new_tokens=8, eos_token_id=None).shape == (1, 12)
 
 
@@ -252,6 +288,3 @@ def test_a_smaller_vocabulary_keeps_its_logits(
     if method == "dspark":
         latent = torch.randn(3, 4)
         torch.testing.assert_close(cut.markov_head.bias(latent), whole.markov_head.bias(latent)[:, rows])
-    else:
-        with pytest.raises(InputError, match="layers"):
-            go_on_from(Sizes(method, 2, start=str(tmp_path / "first")), target)
