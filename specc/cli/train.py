@@ -49,7 +49,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Train this drafter further; its sizes are its own, but for more layers and a smaller vocabulary.",
+            help="Train this drafter further; its sizes are its own, but for more layers and another vocabulary.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 4,
@@ -81,7 +81,7 @@ def train(
     """Train a drafter: the model writes prompts, answers them, and the drafter learns to guess the answers.
 
     Under torchrun every process takes a share of each batch:
-    torchrun --nproc-per-node N --no-python specc train MODEL ...
+    torchrun --nproc-per-node N --no-python -- specc train MODEL ...
     """
     console.show_options(context)
 

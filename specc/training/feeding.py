@@ -17,10 +17,11 @@ from torch import Tensor
 
 from specc.errors import InputError
 from specc.training.packing import Batch, collate
-from specc.training.shards import Example, list_shards, read_facts, read_shard
+from specc.training.shards import Example, list_shards, read_facts, read_lengths, read_shard
 
 HELD_OUT = 16  # one sequence of so many is never trained on
 _WINDOW = 16  # shards held in memory at once, and shuffled together
+_POOL = 16  # batches whose sequences are sorted by length together: a batch is padded to its longest
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class Feed:
         folder: Where the shards are; new ones join when an epoch begins.
         seed: Of the order.
         cursor: Where to go on.
+        batch: Sequences that are taken at once: such are of like length.
     """
 
-    def __init__(self, folder: Path, seed: int, cursor: Cursor = Cursor()) -> None:
-        self.folder, self.seed, self.cursor = folder, seed, cursor
+    def __init__(self, folder: Path, seed: int, cursor: Cursor = Cursor(), batch: int = 1) -> None:
+        self.folder, self.seed, self.cursor, self.batch = folder, seed, cursor, batch
         self._held: dict[Path, list[Example]] = {}
         self._order: list[tuple[int, int]] = []
         self._key = (-1, -1)
@@ -108,6 +110,7 @@ class Feed:
         kept = [read_facts(path)["prompts"] for path in self._shards()[: self.cursor.shards]]
         begins = [0, *itertools.accumulate(map(len, kept))]
         self._order = []
+        rest: list[tuple[int, int]] = []
         for begin in range(0, len(shards), _WINDOW):
             group = [
                 (shard, index)
@@ -115,7 +118,24 @@ class Feed:
                 for index, entry in enumerate(kept[shard])
                 if not _is_held_out(begins[shard] + index) and entry["tokens"] > 2
             ]
-            self._order += [group[i] for i in torch.randperm(len(group), generator=generator).tolist()]
+            picked = [group[i] for i in torch.randperm(len(group), generator=generator).tolist()]
+            over = len(picked) % self.batch
+            rest += picked[len(picked) - over :]
+            self._order += self._by_length(picked[: len(picked) - over], generator)
+        self._order += rest
+
+    def _by_length(self, picked: list[tuple[int, int]], generator: torch.Generator) -> list[tuple[int, int]]:
+        """Return sequences, a multiple of the batch, as batches of like length in a random order."""
+        if self.batch == 1:
+            return picked
+        paths = self._shards()
+        lengths = {shard: read_lengths(paths[shard]) for shard in {shard for shard, _ in picked}}
+        batches = []
+        for begin in range(0, len(picked), _POOL * self.batch):
+            pool = sorted(picked[begin : begin + _POOL * self.batch], key=lambda at: lengths[at[0]][at[1]])
+            batches += [pool[i : i + self.batch] for i in range(0, len(pool), self.batch)]
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        return [at for index in shuffled for at in batches[index]]
 
     def _examples(self, shard: int) -> Sequence[Example]:
         path = self._shards()[shard]

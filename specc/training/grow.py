@@ -1,8 +1,8 @@
-"""A finished drafter in other sizes, saying what it said: more layers, fewer words.
+"""A finished drafter in other sizes, saying what it said: more layers, other words.
 
 A new layer adds nothing at first, because what it would add is multiplied by zero; training finds a use for it
-(the zero start of residual branches, as in Net2Net's identity layers). A smaller draft vocabulary keeps its
-rows: logits of the ids that stay are what they were.
+(the zero start of residual branches, as in Net2Net's identity layers). In another draft vocabulary the ids
+that stay keep their rows and logits.
 """
 
 from __future__ import annotations
@@ -78,8 +78,14 @@ def _add_block(drafter: BlockDrafter, layers: int) -> BlockDrafter:
     return wider
 
 
-def cut_vocabulary(drafter: Any, ids: Tensor) -> Any:
+def change_vocabulary(drafter: Any, ids: Tensor, head: Tensor | None = None) -> Any:
     """Return the drafter with the target ids ``ids``, int64 [rows] ascending, for its draft vocabulary.
+
+    Args:
+        drafter: Any with a head of its own.
+        ids: The ids to keep or to take up.
+        head: [vocabulary, hidden], the target's head: rows of ids that the drafter has none of. DSpark's
+            sequential head says nothing of those yet. None = all ids must be the drafter's.
 
     Raises:
         InputError: It has no draft vocabulary of its own, or not all of those ids.
@@ -88,13 +94,29 @@ def cut_vocabulary(drafter: Any, ids: Tensor) -> Any:
     if kept is None or not drafter.config.own_head:
         raise InputError("draft_vocab", len(ids), "none: the drafter uses the target's head and vocabulary")
     rows = torch.searchsorted(kept, ids).clamp(max=len(kept) - 1)
-    missing = ids[kept[rows] != ids]
-    if len(missing):
-        raise InputError("draft_vocab", missing[:5].tolist(), "ids that the drafter has a row for")
-    smaller = type(drafter)(replace(drafter.config, draft_vocab=len(ids)))
+    known = kept[rows] == ids
+    if head is None and not known.all():
+        raise InputError("draft_vocab", ids[~known][:5].tolist(), "ids that the drafter has a row for")
+    changed = type(drafter)(replace(drafter.config, draft_vocab=len(ids)))
     state = dict(drafter.state_dict())
-    for name in ("target_ids", "lm_head.weight", "markov_head.markov_w2.weight"):
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
         if name in state:
-            state[name] = state[name][rows]
-    smaller.load_state_dict(state)
-    return smaller
+            theirs = (
+                head[ids]
+                if head is not None and name == "lm_head.weight"
+                else torch.zeros_like(state[name][:1])
+            )
+            state[name] = torch.where(known[:, None], state[name][rows], theirs.to(state[name]))
+    state["target_ids"] = ids
+    changed.load_state_dict(state)
+    return changed
+
+
+def copies_head(drafter: Any, head: Tensor) -> bool:
+    """Return whether a drafter's head is the target's rows ``head`` [vocabulary, hidden], as bfloat16 holds them."""
+    if drafter.target_ids is None or not drafter.config.own_head:
+        return False
+    own = drafter.lm_head.weight
+    if own.shape[1] != head.shape[1]:
+        return False
+    return torch.equal(own.to(torch.bfloat16), head[drafter.target_ids].to(own.device, torch.bfloat16))

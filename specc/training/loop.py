@@ -124,7 +124,7 @@ class Trainer:
         if plan.batch % self.world:
             raise InputError("batch", plan.batch, f"a multiple of {self.world}, the number of processes")
         self.history = History()
-        self.feed = Feed(data, plan.seed)
+        self.feed = Feed(data, plan.seed, batch=plan.batch)
         found = read_state(output)
         if found is not None and not resume:
             raise InputError("output", str(output), "a folder without a run, or resume=True to go on with it")
@@ -135,6 +135,7 @@ class Trainer:
             lr=plan.rate,
             betas=(0.9, 0.95),
             weight_decay=plan.weight_decay,
+            fused=True,  # one pass over ten million weights instead of a dozen
         )
         if found is not None:
             restore(found[0], self.module, self.optimizer)

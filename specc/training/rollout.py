@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specc.drafters.eagle3 import Eagle3Drafter
 from specc.training.packing import Batch
+from specc.training.soft_cross import soft_cross
 from specc.training.terms import Embed, LossOptions, Reference, Result
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,9 +31,9 @@ class _Keys:
 
 
 def rollout(
-    drafter: Eagle3Drafter, features: Tensor, ids: Tensor, embed: Embed, steps: int, start: int = 0
+    drafter: Eagle3Drafter, features: Tensor, ids: Tensor, embed: Embed, steps: int, rows: Tensor
 ) -> list[Tensor]:
-    """Return the output of each step, [batch, rows, hidden] before the norm, for rows from ``start`` on.
+    """Return the output of each step, [batch, rows, hidden] before the norm.
 
     Args:
         drafter: What is trained.
@@ -40,22 +41,25 @@ def rollout(
         ids: int64 [batch, length]; tokens past the end are read as the last ones.
         embed: The target's embedding.
         steps: How many drafts are made.
-        start: The first row that rolls on: rows before it give keys only.
+        rows: int64 [batch, rows], the rows that roll on; all others give keys only.
     """
     length = ids.shape[1]
-    place = torch.arange(length, device=ids.device)
+    everywhere = torch.arange(length, device=ids.device).expand(len(ids), -1)
     keys: dict[int, _Keys] = {}
-    feature = drafter.fuse(features)
     outputs: list[Tensor] = []
     for step in range(steps):
-        rows = place if step == 0 else place[start:]
-        token = ids[:, (rows + 1 + step).clamp(max=length - 1)]
-        position = (rows + step).expand(len(ids), -1)
+        here = everywhere if step == 0 else rows
+        token = ids.gather(1, (here + 1 + step).clamp(max=length - 1))
+        feature = drafter.fuse(features) if step == 0 else drafter.carried(outputs[-1])
         attend = _first(keys) if step == 0 else _later(keys, rows)
-        output = drafter.step(feature, drafter.embed(token, embed), position, attend)
-        outputs.append(output[:, start:] if step == 0 else output)
-        feature = drafter.carried(outputs[-1])
+        output = drafter.step(feature, drafter.embed(token, embed), here + step, attend)
+        outputs.append(_pick(output, rows) if step == 0 else output)
     return outputs
+
+
+def _pick(values: Tensor, rows: Tensor) -> Tensor:
+    """Return [batch, rows, ..] of [batch, length, ..]."""
+    return values[torch.arange(len(rows), device=rows.device)[:, None], rows]
 
 
 def _first(keys: dict[int, _Keys]) -> Attend:
@@ -77,11 +81,13 @@ def _later(keys: dict[int, _Keys], rows: Tensor) -> Attend:
         held = keys[index]
         held.later.append((key, value))
         groups, scale = query.shape[2] // key.shape[2], query.shape[3] ** -0.5
-        grouped = torch.unflatten(query, 2, (key.shape[2], groups))  # [batch, rows, kv heads, groups, size]
-        scores = torch.einsum("bnhgd,bkhd->bnhgk", grouped, held.key) * scale
+        grouped = torch.unflatten(
+            query * scale, 2, (key.shape[2], groups)
+        )  # [batch, rows, kv heads, groups, size]
+        scores = torch.einsum("bnhgd,bkhd->bnhgk", grouped, held.key)
         place = torch.arange(held.key.shape[1], device=rows.device)
-        scores = scores.masked_fill((place > rows[:, None])[None, :, None, None], float("-inf"))
-        own = [torch.einsum("bnhgd,bnhd->bnhg", grouped, k)[..., None] * scale for k, _ in held.later]
+        scores = scores.masked_fill((place > rows[:, :, None])[:, :, None, None], float("-inf"))
+        own = [torch.einsum("bnhgd,bnhd->bnhg", grouped, k)[..., None] for k, _ in held.later]
         share = torch.cat([scores, *own], dim=-1).softmax(-1)
         count = held.key.shape[1]
         out = torch.einsum("bnhgk,bkhd->bnhgd", share[..., :count], held.value)
@@ -101,45 +107,45 @@ def eagle3(
     than all inside; each sequence's mean counts once.
     """
     assert options.steps is not None, "the trainer knows how many drafts are trained for"
-    start = max(int(batch.first.min()) - 1, 0)
-    outputs = rollout(drafter, batch.features, batch.ids, embed, options.steps, start)
+    length, device = batch.ids.shape[1], batch.ids.device
+    # Only rows with a label, each sequence's from its own first on: prompts are long and differ in length.
+    first = (batch.first - 1).clamp(min=0)
+    count = max(int((batch.end - first).max()) - 2, 1)
+    rows = first[:, None] + torch.arange(count, device=device)
+    outputs = rollout(drafter, batch.features, batch.ids, embed, options.steps, rows.clamp(max=length - 1))
     with torch.no_grad():
-        chances = reference.probabilities(batch)
-    length = batch.ids.shape[1]
-    rows = torch.arange(start, length, device=batch.ids.device)
+        chances = reference.probabilities(batch, (rows + 1).clamp(max=length - 1))
+    known = chances.amax(-1) >= 1 - chances.sum(-1)
+    labels = chances.flatten(0, 1)
     result = Result()
     prefix: Tensor | None = None
-    runs = torch.full_like(batch.ids, -1)
+    result.runs = torch.full_like(batch.ids, -1)
     prefixes, totals, overlaps = [], [], []
     for step, output in enumerate(outputs):
-        # Only rows with a label: answers differ in length, and the head is most of the work.
-        valid = (rows >= batch.first[:, None] - 1) & (rows + 2 + step < batch.end[:, None])
+        valid = rows + 2 + step < batch.end[:, None]
         sequence, row = valid.nonzero(as_tuple=True)
-        column = rows[row] + 1 + step
-        p = chances[sequence, column]
-        mass = p.sum(-1)
-        known = p.amax(-1) >= 1 - mass
-        log_q = drafter.head(output[sequence, row]).float().log_softmax(-1)
-        within = p / mass.clamp(min=1e-9)[..., None]
-        cross = -(within * log_q).sum(-1) * known
-        counted = torch.zeros(len(batch.ids), device=cross.device).index_add(0, sequence, known.float())
-        per_sequence = torch.zeros_like(counted).index_add(0, sequence, cross) / counted.clamp(min=1)
+        column = row + step
+        cross, likeliest, inside = soft_cross(
+            drafter.norm(output[sequence, row]), drafter.lm_head.weight, labels, sequence * count + column
+        )
+        told = known[sequence, column].float()
+        counted = torch.zeros(len(batch.ids), device=device).index_add(0, sequence, told)
+        per_sequence = torch.zeros_like(counted).index_add(0, sequence, cross * told) / counted.clamp(min=1)
         result.terms[f"step{step}"] = (
             options.step_decay**step,
             per_sequence.sum(),
             (counted > 0).sum().float(),
         )
-        label = reference.draft_index[batch.ids[sequence, column + 1]]
+        place = rows[sequence, row]
+        label = reference.draft_index[batch.ids[sequence, place + 2 + step]]
         right = torch.zeros_like(valid)
-        right[sequence, row] = log_q.argmax(-1) == label
+        right[sequence, row] = likeliest == label
         prefix = right if prefix is None else prefix & right
         # Row t's anchor is token t + 1, the last that a step knows.
-        if step == 0:
-            runs[sequence, rows[row] + 1] = 0
-        runs[:, rows[:-1] + 1] += prefix[:, :-1]
+        result.runs[sequence, place + 1] += prefix[sequence, row] + int(step == 0)
         prefixes.append(prefix.sum())
         totals.append(valid.sum())
-        overlaps.append(torch.minimum(log_q.detach().exp(), p).sum())
+        overlaps.append(inside.sum())
     result.prefix, result.total = torch.stack(prefixes), torch.stack(totals)
-    result.overlap, result.runs = torch.stack(overlaps), runs
+    result.overlap = None if torch.is_grad_enabled() else torch.stack(overlaps)
     return result

@@ -49,7 +49,7 @@ class TrainOptions:
         minutes, steps: When training ends, whichever comes first; data takes its own time before.
         draft_vocab, layers, block, markov_rank, selector_rank, taps: See `training.start.Sizes`.
         start: A finished drafter's folder to train further, in a run of its own: sizes and taps are its own,
-            but for more ``layers`` and a smaller ``draft_vocab``.
+            but for more ``layers`` and another ``draft_vocab``.
         resume: Go on with the run in ``output``.
         avoid: Evaluation prompts, a JSONL file or a folder of them, that nothing trained on may resemble.
         data: The folder of shards; None = in the cache, by the target's fingerprint and the taps.

@@ -39,6 +39,13 @@ class Example:
         return len(self.ids) - self.prompt
 
 
+def read_lengths(path: Path) -> list[int]:
+    """Return the tokens of each sequence of a shard, prompts included."""
+    with safe_open(path, "pt") as file:
+        lengths: list[int] = file.get_tensor("lengths").tolist()
+    return lengths
+
+
 def write_shard(folder: Path, number: int, sequences: Sequence[Recorded], facts: Mapping[str, Any]) -> Path:
     """Write shard ``number``; the JSON comes last, so a shard without one was not finished."""
     folder.mkdir(parents=True, exist_ok=True)

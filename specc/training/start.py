@@ -28,7 +28,7 @@ from specc.models.decoder_layer import final_norm
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.load import LoadedModel
 from specc.models.paths import layer_paths
-from specc.training.grow import add_layers, cut_vocabulary
+from specc.training.grow import add_layers, change_vocabulary, copies_head
 
 _FIRST_SCALE = 0.2  # of the final norm; cross-entropy after 50 steps was 6.5 instead of 7.5 with it
 
@@ -48,7 +48,7 @@ class Sizes:
         selector_rank: DFlash 2's codebooks.
         taps: Target states read, each "after j layers"; None = three of them, spread.
         start: A drafter's folder to go on from; what it is made of is then its own, not as asked for here,
-            but for more layers and fewer rows of the head.
+            but for more layers and another draft vocabulary.
     """
 
     method: str
@@ -179,9 +179,10 @@ def go_on_from(
     """Return the drafter in ``sizes.start``, ready to be trained further; its head stays as frozen as it was.
 
     Args:
-        sizes: What to make; of its sizes only more layers and fewer rows of the head are heeded.
+        sizes: What to make; of its sizes only more layers and a draft vocabulary are heeded.
         target: What it drafts for.
-        counts: int64 [vocabulary], how often each id is in the training answers: which rows stay. None = all.
+        counts: int64 [vocabulary], how often each id is in the training answers: what a draft vocabulary
+            that is asked for is chosen by. None = it stays.
 
     Raises:
         InputError: Taps were asked for that it does not read, or sizes that it cannot be brought to.
@@ -192,7 +193,7 @@ def go_on_from(
     info, module = bundle.info, bundle.module
     if sizes.taps is not None and tuple(sizes.taps) != info.taps:
         raise InputError("taps", sizes.taps, f"none, or those that {sizes.start} reads: {info.taps}")
-    module, config = _resized(sizes, module, counts)
+    module, config = _resized(sizes, module, counts, target_parts(target).head)
     module.requires_grad_()
     if config.own_head:
         module.get_submodule("lm_head").requires_grad_(requires_grad=False)
@@ -200,17 +201,23 @@ def go_on_from(
     return replace(changed, name=f"{target.info.name}-{sizes.method}"), module
 
 
-def _resized(sizes: Sizes, module: Any, counts: Tensor | None) -> tuple[nn.Module, Any]:
+def _resized(sizes: Sizes, module: Any, counts: Tensor | None, head: Tensor) -> tuple[nn.Module, Any]:
     config = module.config
     if sizes.layers > config.layers:
         module = add_layers(module, sizes.layers)
-    if counts is not None and sizes.draft_vocab is not None and sizes.draft_vocab < config.draft_vocab:
-        known = torch.full_like(counts, -1)  # an id without a row is never among the commonest
-        ids = torch.arange(len(counts)) if module.target_ids is None else module.target_ids
-        known[ids] = counts[ids]
-        chosen = choose_vocabulary(known, sizes.draft_vocab)
-        assert chosen is not None
-        module = cut_vocabulary(module, chosen)
+    if counts is not None and sizes.draft_vocab is not None:
+        copies = copies_head(module, head)
+        if not copies:  # rows of another head are no rows of this one: the ids it has are all there are
+            if sizes.draft_vocab > config.draft_vocab:
+                raise InputError("draft_vocab", sizes.draft_vocab, f"at most {config.draft_vocab}: {sizes.start} has "
+                                 "a head of its own, not rows of the target's")  # fmt: skip
+            known = torch.full_like(counts, -1)
+            ids = torch.arange(config.draft_vocab) if module.target_ids is None else module.target_ids
+            known[ids] = counts[ids]
+            counts = known
+        chosen = choose_vocabulary(counts, sizes.draft_vocab)
+        if chosen is not None:
+            module = change_vocabulary(module, chosen, head if copies else None)
     return module, module.config
 
 

@@ -77,10 +77,19 @@ class Reference:
     draft_index: Tensor
     transform: Callable[[Tensor], Tensor]
 
-    def probabilities(self, batch: Batch) -> Tensor:
-        """Return p over the draft vocabulary [batch, length, ..]; what is missing to 1 lies outside of it."""
-        logits = self.transform(functional.linear(batch.final, self.head))
-        return (logits - batch.log_total[..., None]).exp().clamp(max=1.0)
+    def probabilities(self, batch: Batch, columns: Tensor | None = None) -> Tensor:
+        """Return p over the draft vocabulary [batch, length, ..]; what is missing to 1 lies outside of it.
+
+        Args:
+            batch: The sequences.
+            columns: int64 [batch, columns], the positions that are asked for; None = all.
+        """
+        final, total = batch.final, batch.log_total
+        if columns is not None:
+            row = torch.arange(len(columns), device=columns.device)[:, None]
+            final, total = final[row, columns], total[row, columns]
+        logits = self.transform(functional.linear(final, self.head))
+        return (logits - total[..., None]).exp().clamp(max=1.0)
 
 
 Objective = Callable[[Any, Batch, Reference, Embed, LossOptions, int], Result]

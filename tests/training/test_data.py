@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from specc.backends import choose
 from specc.errors import UnsupportedError
 from specc.models.load import LoadedModel, load_target
 from specc.training.data import Collector, DataPlan
+from specc.training.feeding import HELD_OUT, Cursor, Feed
 from specc.training.prompts import Evaluation
-from specc.training.record import TargetRunner
+from specc.training.record import Recorded, TargetRunner
 from specc.training.shards import list_shards, read_facts, read_shard
 from tests.methods.harness import record
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -93,3 +95,79 @@ def test_collecting_goes_on_where_it_was(target: LoadedModel, runner: TargetRunn
     assert len({entry["text"] for entry in kept}) == len(kept)
     sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
     assert sum(example.answer for example in sequences) == sum(entry["tokens"] for entry in kept)
+
+
+class Scripted:
+    """A target that writes what a test says: random words, an answer of one paragraph, then its end."""
+
+    taps = TAPS
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.asked: list[
+            tuple[str, bool]
+        ] = []  # the text that each request goes on from, and whether it samples
+
+    def request(self, key: object, ids: torch.Tensor, new_tokens: int, seed: int, **settings: Any) -> Any:
+        self.asked.append((self.tokenizer.decode(ids), settings["do_sample"]))
+        return key, ids, new_tokens, seed
+
+    def run(self, requests: Any) -> Iterator[Recorded]:
+        for key, ids, new_tokens, seed in requests:
+            generator = torch.Generator().manual_seed(seed)
+            new = torch.randint(7, 96, (min(14, new_tokens - 1),), generator=generator)
+            whole = torch.cat([ids, new, torch.tensor([self.tokenizer.eos_token_id])])
+            rows = len(whole) - 1
+            states = torch.zeros(rows, 2 * 32), torch.zeros(rows, 32), torch.zeros(rows)
+            yield Recorded(key, whole, len(ids), *states, ended=True)
+
+
+def test_short_answers_are_followed_by_a_second_turn(target: LoadedModel, tmp_path: Path) -> None:
+    scripted: Any = Scripted(target.tokenizer)
+    plan = DataPlan(600, 16, 24, capacity=192, shard_tokens=100, sourced=0.0, followed=1.0)
+    Collector(target, scripted, tmp_path, plan).run()
+    kept = [entry for path in list_shards(tmp_path) for entry in read_facts(path)["prompts"]]
+    sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
+    turns = [target.tokenizer.decode(s.ids[: s.prompt]).count("user") for s in sequences]
+    assert max(turns) >= 2
+    assert turns.count(2) >= turns.count(1) // 2
+    for entry, sequence, count in zip(kept, sequences, turns, strict=True):
+        # The words of a second turn's card are the user's own, and its context holds the answer between them.
+        context = target.tokenizer.decode(sequence.ids[: sequence.prompt])
+        assert context.count("assistant") == count
+        assert all(word in context.split() for word in entry["text"].split()[-10:])
+        assert len(sequence.ids) <= plan.capacity
+
+
+def test_tasks_hold_what_the_target_wrote(target: LoadedModel, tmp_path: Path) -> None:
+    scripted: Any = Scripted(target.tokenizer)
+    plan = DataPlan(900, 16, 24, capacity=192, shard_tokens=100, sourced=1.0, followed=0.0)
+    Collector(target, scripted, tmp_path, plan).run()
+    facts = [read_facts(path) for path in list_shards(tmp_path)]
+    sourced = [e for f in facts for e in f["prompts"] if e["setting"].startswith("own text")]
+    assert {e["category"] for e in sourced} >= {"rewrite", "summary", "list", "chat"}
+    answers = {
+        target.tokenizer.decode(s.ids[s.prompt : -1]) for p in list_shards(tmp_path) for s in read_shard(p)
+    }
+    assert all(any(answer in entry["text"] for answer in answers) for entry in sourced)
+
+
+def test_batches_are_of_like_length_and_leave_nothing_out(target: LoadedModel, tmp_path: Path) -> None:
+    scripted: Any = Scripted(target.tokenizer)
+    plan = DataPlan(3000, 16, 24, capacity=192, shard_tokens=100, followed=0.5)
+    Collector(target, scripted, tmp_path, plan).run()
+    feed, alone = Feed(tmp_path, 0, batch=4), Feed(tmp_path, 0)
+    count = sum(len(read_facts(path)["prompts"]) for path in list_shards(tmp_path))
+    count -= count // HELD_OUT
+    batches = [feed.take(4) for _ in range(count // 4)]
+    assert feed.cursor.epoch == 0
+    seen = {
+        tuple(row[:end].tolist()) for b in batches for row, end in zip(b.ids, b.end.tolist(), strict=True)
+    }
+    assert len(seen) == 4 * len(batches), "a sequence was taken twice in an epoch"
+    padded = sum(b.ids.numel() for b in batches) / sum(int(b.end.sum()) for b in batches)
+    plain = [alone.take(4) for _ in range(count // 4)]
+    assert padded < 1.15 < sum(b.ids.numel() for b in plain) / sum(int(b.end.sum()) for b in plain)
+    # The order is the seed's: a run that resumes reads on where it was.
+    again = Feed(tmp_path, 0, Cursor(**{**feed.cursor.to_dict(), "taken": 8, "number": 8}), batch=4)
+    assert torch.equal(again.take(4).ids, batches[2].ids)

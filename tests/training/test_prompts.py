@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from specc.errors import InputError
-from specc.training.prompts import Evaluation, Seen, fault, read_conversations, read_evaluation, text_of
+from specc.training.prompts import (
+    Evaluation,
+    Seen,
+    code_source,
+    fault,
+    prose_source,
+    read_conversations,
+    read_evaluation,
+    text_of,
+)
 
 QUESTION = "How do I keep tomato plants alive through a long dry summer in the south"
 
@@ -41,6 +50,22 @@ def test_seen_limits_equal_starts() -> None:
     seen = Seen(f"What is the colour of number {n} and its brother {n + 500}" for n in range(40))
     assert seen.fault("What is the tallest hill that one can see from here?") == "same start"
     assert seen.fault("Where is the tallest hill that one can see from here?") is None
+
+
+def test_sources_are_whole_paragraphs() -> None:
+    one, two = " ".join(["word"] * 13), " ".join(["more"] * 20)
+    assert prose_source(f"{one}\n\n{two}", 40) == f"{one}\n\n{two}"
+    assert prose_source(f"{one}\n\n{two}", 30) == one
+    assert prose_source(f"{one}\n\n```\ncode\n```", 40) == one
+    assert prose_source("too short", 40) is None
+    assert prose_source(two, 15) is None
+
+
+def test_code_is_the_first_block_of_some_lines() -> None:
+    block = "```python\ndef f(x):\n    y = x\n    return y\n```"
+    assert code_source(f"See:\n\n```\nf(1)\n```\n{block}\nDone.") == block
+    assert code_source("no code") is None
+    assert code_source("```python\nnever ended") is None
 
 
 def test_overlap_flags_every_evaluation_prompt(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import specc
+from specc.cli.train import train
 from specc.errors import InputError, UnknownNameError
 from specc.models.load import LoadedModel, load_target
 from specc.training.loop import Plan, Trainer, summarize
@@ -192,6 +194,18 @@ def test_two_processes_equal_one(target: LoadedModel, data: Path, tmp_path: Path
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 
+def test_the_command_for_several_processes_is_torchruns() -> None:
+    from torch.distributed.run import parse_args
+
+    line = next(line for line in str(train.__doc__).splitlines() if "torchrun" in line).split()
+    options = ["--" + name.replace("_", "-") for name in inspect.signature(train).parameters]
+    assert "--start" in options
+    given = ["2" if word == "N" else word for word in line[1:-2]]
+    # torchrun takes whatever begins like an option of its own, --start among them, even behind the script's name.
+    found = parse_args([*given, "folder", *options])
+    assert [found.training_script, *found.training_script_args] == ["specc", "train", "folder", *options]
+
+
 def go_on(first: Trainer, sizes: Sizes, output: Path) -> tuple[Trainer, set[str]]:
     """Train a finished drafter two steps further; it begins where it was. Returns the names of what moved."""
     again = Trainer(first.target, sizes, replace(first.plan, steps=2), LOSS, first.feed.folder, output)
@@ -271,20 +285,45 @@ def test_a_drafter_with_more_layers_says_the_same_and_learns(
 
 
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
-def test_a_smaller_vocabulary_keeps_its_logits(
+def test_another_vocabulary_keeps_the_logits_of_ids_that_stay(
     target: LoadedModel, data: Path, tmp_path: Path, method: str
 ) -> None:
     first = make(target, data, tmp_path / "first", 6, method)
     first.run()
     counts = first.feed.counts(target.info.vocab)
     whole = go_on_from(Sizes(method, start=str(tmp_path / "first")), target)[1]
-    info, cut = go_on_from(Sizes(method, draft_vocab=40, start=str(tmp_path / "first")), target, counts)
-    assert info.vocab == len(cut.target_ids) == 40
-    commonest = counts[whole.target_ids].argsort(descending=True, stable=True)[:40]
-    assert set(cut.target_ids.tolist()) == set(whole.target_ids[commonest].tolist())
-    rows = torch.isin(whole.target_ids, cut.target_ids)
+    counts[90:] += 100  # commonest now, and no rows of the first vocabulary
+    info, other = go_on_from(Sizes(method, draft_vocab=40, start=str(tmp_path / "first")), target, counts)
+    assert info.vocab == len(other.target_ids) == 40
+    assert (
+        other.target_ids.tolist() == counts.argsort(descending=True, stable=True)[:40].sort().values.tolist()
+    )
+    kept = torch.isin(other.target_ids, whole.target_ids)
+    rows = torch.isin(whole.target_ids, other.target_ids)
+    assert 0 < kept.sum() < 40
     hidden = torch.randn(3, target.info.hidden)
-    torch.testing.assert_close(cut.lm_head(hidden), whole.lm_head(hidden)[:, rows])
+    theirs = target.module.get_submodule("lm_head").weight[other.target_ids]
+    logits = other.lm_head(hidden)
+    torch.testing.assert_close(logits[:, kept], whole.lm_head(hidden)[:, rows])
+    torch.testing.assert_close(logits, hidden @ theirs.T, rtol=0, atol=0.05)  # bfloat16 was written
     if method == "dspark":
-        latent = torch.randn(3, 4)
-        torch.testing.assert_close(cut.markov_head.bias(latent), whole.markov_head.bias(latent)[:, rows])
+        bias = other.markov_head.bias(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+        same = whole.markov_head.bias(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+        torch.testing.assert_close(bias[:, kept], same[:, rows])
+        assert not bias[:, ~kept].any()
+
+
+def test_a_head_of_its_own_gets_no_rows_of_the_targets(
+    target: LoadedModel, data: Path, tmp_path: Path
+) -> None:
+    first = make(target, data, tmp_path / "first", 2, "eagle3")
+    with torch.no_grad():
+        first.module.lm_head.weight.mul_(1.5)
+    first.save()
+    counts = first.feed.counts(target.info.vocab)
+    had = set(first.module.target_ids.tolist())
+    counts[90:] += 100
+    cut = go_on_from(Sizes("eagle3", draft_vocab=40, start=str(tmp_path / "first")), target, counts)[1]
+    assert set(cut.target_ids.tolist()) <= had
+    with pytest.raises(InputError, match="head of its own"):
+        go_on_from(Sizes("eagle3", draft_vocab=80, start=str(tmp_path / "first")), target, counts)

@@ -112,6 +112,7 @@ def test_eagle3(target: LoadedModel, layers: int) -> None:
     for anchor in ANCHORS:
         expected, drafted = inferred(target, "eagle3", module, ids, anchor)
         batch = as_batch(target, ids, anchor, drafted)
-        outputs = rollout(module, batch.features, batch.ids, parts.embed, BLOCK, start=2)
-        logits = torch.stack([module.head(o[0, anchor - 1 - 2]) for o in outputs])
+        rows = torch.tensor([[2, anchor - 1, batch.ids.shape[1] - 1]])
+        outputs = rollout(module, batch.features, batch.ids, parts.embed, BLOCK, rows)
+        logits = torch.stack([module.head(o[0, 1]) for o in outputs])
         torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=1e-4)
