@@ -44,7 +44,7 @@ def write_card(report: Mapping[str, Any]) -> str:
         fitted = report["calibration"]
         lines += [
             "",
-            "Confidence head: sequential temperatures "
+            f"Confidence head: bias moved by {fitted['bias']:+g}, sequential temperatures "
             + ", ".join(f"{v:g}" for v in fitted["temperatures"])
             + "; expected calibration error before "
             + ", ".join(f"{v:.4f}" for v in fitted["before"])

@@ -21,7 +21,7 @@ from specc.errors import InputError, UnknownNameError
 from specc.models.default import cache_folder
 from specc.models.load import LoadedModel
 from specc.training import prompts as prompting
-from specc.training.calibration import Calibration, fit_temperatures
+from specc.training.calibration import Calibration, fit_confidence
 from specc.training.card import write_card
 from specc.training.data import Collector, DataPlan
 from specc.training.loop import Plan, Trainer
@@ -156,7 +156,8 @@ def train_drafter(
     calibration = calibrate(trainer) if options.method == "dspark" else None
     if calibration is not None:
         say(
-            f"confidence: temperatures {calibration.temperatures}, ECE {calibration.before} -> {calibration.after}"
+            f"confidence: bias {calibration.bias:+}, temperatures {calibration.temperatures}, "
+            f"ECE {calibration.before} -> {calibration.after}"
         )
     values = _report(trainer, folder, options, calibration)
     if _rank() == 0:
@@ -206,7 +207,7 @@ def collect(
 
 
 def calibrate(trainer: Trainer) -> Calibration | None:
-    """Fit the confidence head's temperatures on held-out answers and write the drafter again with them."""
+    """Fit the confidence head's bias and temperatures on held-out answers and write the drafter again with them."""
     examples = trainer.feed.held_out(trainer.plan.held_out)
     config = trainer.info.config
     if not examples or not isinstance(config, BlockConfig) or config.confidence is None:
@@ -226,7 +227,12 @@ def calibrate(trainer: Trainer) -> Calibration | None:
             accepted.append(result.accepted.cpu())
     if not sum(map(len, logits)):
         return None
-    fitted = fit_temperatures(torch.cat(logits), torch.cat(accepted))
+    head = trainer.module.get_submodule("confidence_head").get_submodule("proj")
+    has_bias = isinstance(head.bias, torch.Tensor)
+    fitted = fit_confidence(torch.cat(logits), torch.cat(accepted), has_bias=has_bias)
+    if has_bias:
+        with torch.no_grad():
+            head.bias += fitted.bias
     trainer.info = replace(
         trainer.info,
         config=replace(config, confidence=replace(config.confidence, temperatures=fitted.temperatures)),
