@@ -36,9 +36,9 @@ def write_card(report: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Mean accepted length, bonus included, over the steps that decoding these answers takes: "
-        f"{report['accepted_length']:.2f}. (Steps begin where the last one ended, so more of them begin at words that "
-        "are hard to guess than the table's places.)",
+        f"Mean accepted length, bonus included: {report['accepted_length']:.2f}. Decoding these answers takes that "
+        "many tokens a step; steps begin where the last one ended, so more of them begin at words that are hard to "
+        "guess than the table's places do.",
     ]
     if report.get("calibration"):
         fitted = report["calibration"]
