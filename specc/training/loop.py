@@ -165,11 +165,15 @@ class Trainer:
         return make_drafter(self.sizes, self.target, self._counts, self.plan.seed)
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> History:
-        """Train to the plan's end, or until ``stop``; the state is saved every few minutes and at the end."""
+        """Train to the plan's end, or until ``stop``; the state is saved every few minutes and at the end.
+
+        Args:
+            stop: Asked before each step; of several processes, all must answer alike.
+        """
         while self.plan.progress(self.history.step, self.history.seconds) < 1.0 and not stop():
             begin = time.perf_counter()
             result, loss = self._step()
-            self.history.seconds += time.perf_counter() - begin
+            self.history.seconds = self._agreed(self.history.seconds + time.perf_counter() - begin)
             self.history.losses.append(loss)
             if self.rank == 0 and self.history.step % self.plan.report_steps == 0:
                 self.say(self._line(result))
@@ -207,6 +211,14 @@ class Trainer:
     def _precision(self) -> torch.autocast:
         """Multiply in bfloat16 where the target runs in half precision; weights and losses stay float32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._half)
+
+    def _agreed(self, seconds: float) -> float:
+        """Return the first process's clock: the rate and the end depend on it, and must be the same in all."""
+        if self.world > 1:
+            clock = torch.tensor([seconds], dtype=torch.float64)
+            distributed.broadcast(clock, 0)
+            seconds = float(clock)
+        return seconds
 
     def _sum(self, value: Tensor) -> Tensor:
         if self.world > 1:

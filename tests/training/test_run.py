@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -70,7 +71,12 @@ def data(target: LoadedModel, prompts: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def make(
-    target: LoadedModel, data: Path, output: Path, steps: int, method: str = "dspark", **more: Any
+    target: LoadedModel,
+    data: Path,
+    output: Path,
+    steps: int | None = None,
+    method: str = "dspark",
+    **more: Any,
 ) -> Trainer:
     sizes = Sizes(method, 1, 3, None if method == "dflash2" else 64, 4, 4, TAPS)
     plan = Plan(steps=steps, batch=4, rate=3e-3, held_out=4, **more)
@@ -163,35 +169,57 @@ def test_refusals(target: LoadedModel, data: Path, tmp_path: Path) -> None:
 
 
 WORKER = """
-import sys
+import sys, time
 from pathlib import Path
 import torch
 from torch import distributed
+from specc.training import loop
 from tests.training.test_run import make, make_target
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")
-history = make(make_target(), Path(sys.argv[1]), Path(sys.argv[2]), 4, sys.argv[3]).run()
-if distributed.get_rank() == 0:
-    print("LOSSES", *history.losses)
+rank = distributed.get_rank()
+class Clock:
+    monotonic = time.monotonic
+    perf_counter = staticmethod(lambda: time.perf_counter() * (1 + rank))  # the second one's runs twice as fast
+loop.time = Clock
+bounds = {"steps": 4} if sys.argv[4] == "steps" else {"minutes": 0.05}
+trainer = make(make_target(), Path(sys.argv[1]), Path(sys.argv[2]), method=sys.argv[3], **bounds)
+history = trainer.run()
+weights = float(sum(p.double().sum() for p in trainer.module.parameters()))
+print(f"RANK{rank} {history.step} {weights!r} {' '.join(map(str, history.losses))}.", flush=True)
 distributed.destroy_process_group()
 """
+
+
+def in_two_processes(folder: Path, data: Path, method: str, bounds: str) -> list[list[str]]:
+    """Return what each of two processes says of the same run: steps, a sum of its weights, its losses."""
+    worker = folder / "worker.py"
+    worker.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    done = subprocess.run(
+        [*command, "--standalone", str(worker), str(data), str(folder / "two"), method, bounds],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [done.stdout.split(f"RANK{rank} ")[1].split(".\n")[0].split() for rank in (0, 1)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dspark", "eagle3"])
 def test_two_processes_equal_one(target: LoadedModel, data: Path, tmp_path: Path, method: str) -> None:
     alone = make(target, data, tmp_path / "alone", 4, method).run().losses
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    done = subprocess.run(
-        [*command, "--standalone", str(worker), str(data), str(tmp_path / "two"), method],
-        cwd=ROOT, env={**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    losses = [float(v) for v in done.stdout.split("LOSSES")[1].split()]
+    first, second = in_two_processes(tmp_path, data, method, "steps")
+    assert first == second
+    losses = [float(v) for v in first[2:]]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_with_other_clocks_end_together(data: Path, tmp_path: Path) -> None:
+    first, second = in_two_processes(tmp_path, data, "eagle3", "minutes")
+    assert int(first[0]) > 2
+    assert first == second, "the rate and the end come from one clock"
 
 
 def test_the_command_for_several_processes_is_torchruns() -> None:
