@@ -30,7 +30,7 @@ def soft_cross(hidden: Tensor, weight: Tensor, p: Tensor, place: Tensor) -> tupl
         The cross-entropies [rows], of ``p``'s type; the likeliest token of each row, int64 [rows]; and the sum of
         min(q, p) [rows], zeros while gradients are on: a report's figure.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _SoftCross.apply(hidden, weight, p, place)
+    result: tuple[Tensor, Tensor, Tensor] = _SoftCross.apply(hidden, weight, p, place)  # type: ignore[no-untyped-call]
     return result
 
 
