@@ -227,12 +227,12 @@ def calibrate(trainer: Trainer) -> Calibration | None:
             accepted.append(result.accepted.cpu())
     if not sum(map(len, logits)):
         return None
-    head = trainer.module.get_submodule("confidence_head").get_submodule("proj")
-    has_bias = isinstance(head.bias, torch.Tensor)
+    bias = trainer.module.get_submodule("confidence_head").get_submodule("proj").bias
+    has_bias = isinstance(bias, torch.Tensor)
     fitted = fit_confidence(torch.cat(logits), torch.cat(accepted), has_bias=has_bias)
-    if has_bias:
+    if isinstance(bias, torch.Tensor):
         with torch.no_grad():
-            head.bias += fitted.bias
+            bias.add_(fitted.bias)
     trainer.info = replace(
         trainer.info,
         config=replace(config, confidence=replace(config.confidence, temperatures=fitted.temperatures)),
