@@ -225,7 +225,7 @@ def test_processes_with_other_clocks_end_together(data: Path, tmp_path: Path) ->
 def test_the_command_for_several_processes_is_torchruns() -> None:
     from torch.distributed.run import parse_args
 
-    line = next(line for line in str(train.__doc__).splitlines() if "torchrun" in line).split()
+    line = next(line for line in str(train.__doc__).splitlines() if "torchrun --" in line).split()
     options = ["--" + name.replace("_", "-") for name in inspect.signature(train).parameters]
     assert "--start" in options
     given = ["2" if word == "N" else word for word in line[1:-2]]
