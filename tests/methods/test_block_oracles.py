@@ -17,8 +17,7 @@ from tests.methods.harness import Driver, Text, model_info, record
 
 METHODS = {method.name: method for method in (DFlash(), DSpark(), DFlash2())}
 REFS = oracles.names("refs", "dflash", "dspark")
-# fp32 noise: the oracles' README says 1e-5 and 5e-5; a CPU with other sums was seen 1.1e-5 away.
-HIDDEN, LOGITS = 2e-5, 5e-5
+HIDDEN, LOGITS = 1e-5, 5e-5  # fp32 noise, from the oracles' README
 CAPACITY = 128
 
 
