@@ -233,14 +233,15 @@ class Trainer:
             self._held = self.feed.held_out(self.plan.held_out)
         found: dict[str, Any] = {"step": self.history.step, "minutes": round(self.history.seconds / 60, 2)}
         if self._held:
-            results = self._held_out(self._held)
+            results = self.judge(self._held)
             found |= summarize(results, [len(e.ids) for e in self._held])
         self.history.held_out.append(found)
         if self.rank == 0:
             self.say(f"held out: {found}")
         return found
 
-    def _held_out(self, examples: list[Example]) -> list[Result]:
+    @torch.no_grad()
+    def judge(self, examples: list[Example]) -> list[Result]:
         """Return what the objective says of every place in the answers, a few at a time."""
         self.module.eval()
         results = []

@@ -71,6 +71,12 @@ def collate(examples: Sequence[Example], numbers: Sequence[int]) -> Batch:
     )
 
 
+def take(values: Tensor, columns: Tensor) -> Tensor:
+    """Return [batch, *columns, ..] of [batch, length, ..]: each sequence's values at int64 [batch, *columns]."""
+    batch = torch.arange(len(values), device=values.device)
+    return values[batch.view(-1, *[1] * (columns.dim() - 1)), columns]
+
+
 def draw_anchors(batch: Batch, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw ``count`` anchors per sequence, sorted; returns them int64 [batch, count] and which are real.
 
@@ -106,9 +112,7 @@ class Blocks:
 
     def gather(self, values: Tensor) -> Tensor:
         """Return [batch, anchors, rows, ..] of [batch, length, ..]: each row's target values."""
-        index = self.column.flatten(1)
-        batch = torch.arange(len(values), device=values.device)[:, None]
-        return values[batch, index].view(*self.column.shape, *values.shape[2:])
+        return take(values, self.column)
 
 
 def run_blocks(

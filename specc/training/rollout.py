@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specc.drafters.eagle3 import Eagle3Drafter
-from specc.training.packing import Batch
+from specc.training.packing import Batch, take
 from specc.training.soft_cross import soft_cross
 from specc.training.terms import Embed, LossOptions, Reference, Result
 
@@ -53,13 +53,8 @@ def rollout(
         feature = drafter.fuse(features) if step == 0 else drafter.carried(outputs[-1])
         attend = _first(keys) if step == 0 else _later(keys, rows)
         output = drafter.step(feature, drafter.embed(token, embed), here + step, attend)
-        outputs.append(_pick(output, rows) if step == 0 else output)
+        outputs.append(take(output, rows) if step == 0 else output)
     return outputs
-
-
-def _pick(values: Tensor, rows: Tensor) -> Tensor:
-    """Return [batch, rows, ..] of [batch, length, ..]."""
-    return values[torch.arange(len(rows), device=rows.device)[:, None], rows]
 
 
 def _first(keys: dict[int, _Keys]) -> Attend:

@@ -25,7 +25,6 @@ from specc.training.calibration import Calibration, fit_confidence
 from specc.training.card import write_card
 from specc.training.data import Collector, DataPlan
 from specc.training.loop import Plan, Trainer
-from specc.training.packing import collate
 from specc.training.record import TargetRunner
 from specc.training.shards import list_shards, read_facts
 from specc.training.start import METHODS, Sizes, go_on_from
@@ -212,27 +211,15 @@ def calibrate(trainer: Trainer) -> Calibration | None:
     config = trainer.info.config
     if not examples or not isinstance(config, BlockConfig) or config.confidence is None:
         return None
-    logits, accepted = [], []
-    trainer.module.eval()
-    with torch.no_grad():
-        for begin in range(0, len(examples), 8):
-            part = examples[begin : begin + 8]
-            batch = collate(part, range(begin, begin + len(part))).to(trainer.device)
-            result = trainer.objective(
-                trainer.module, batch, trainer.reference, trainer.parts.embed, trainer.options, 2
-            )
-            assert result.confidence is not None
-            assert result.accepted is not None
-            logits.append(result.confidence.cpu())
-            accepted.append(result.accepted.cpu())
-    if not sum(map(len, logits)):
+    judged = [r for r in trainer.judge(examples) if r.confidence is not None and r.accepted is not None]
+    logits = torch.cat([r.confidence.cpu() for r in judged if r.confidence is not None])
+    accepted = torch.cat([r.accepted.cpu() for r in judged if r.accepted is not None])
+    if not len(logits):
         return None
-    bias = trainer.module.get_submodule("confidence_head").get_submodule("proj").bias
-    has_bias = isinstance(bias, torch.Tensor)
-    fitted = fit_confidence(torch.cat(logits), torch.cat(accepted), has_bias=has_bias)
-    if isinstance(bias, torch.Tensor):
+    fitted = fit_confidence(logits, accepted, has_bias=config.confidence.bias)
+    if config.confidence.bias:
         with torch.no_grad():
-            bias.add_(fitted.bias)
+            trainer.module.get_parameter("confidence_head.proj.bias").add_(fitted.bias)
     trainer.info = replace(
         trainer.info,
         config=replace(config, confidence=replace(config.confidence, temperatures=fitted.temperatures)),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specc.training.packing import Batch
+from specc.training.packing import Batch, take
 
 Embed = Callable[[Tensor], Tensor]
 
@@ -86,8 +86,7 @@ class Reference:
         """
         final, total = batch.final, batch.log_total
         if columns is not None:
-            row = torch.arange(len(columns), device=columns.device)[:, None]
-            final, total = final[row, columns], total[row, columns]
+            final, total = take(final, columns), take(total, columns)
         logits = self.transform(functional.linear(final, self.head))
         return (logits - total[..., None]).exp().clamp(max=1.0)
 

@@ -33,9 +33,13 @@ def test_an_offset_is_the_biases_not_the_temperatures() -> None:
     for accepted in (torch.sigmoid(true), drawn.float()):
         fitted = fit_confidence(true + 0.9, accepted)
         assert abs(fitted.bias + 0.9) < 0.05
-        torch.testing.assert_close(torch.tensor(fitted.temperatures), torch.ones(3), rtol=0.3, atol=0)
+        assert fitted.temperatures[:2] == (
+            1.0,
+            1.0,
+        )  # few drafts reach the third: its own is in the next line's error
         assert fitted.before[0] > 0.1
-        assert all(after < 0.02 for after in fitted.after)
+        assert all(after < 0.01 for after in fitted.after)
+    assert fit_confidence(true + 0.9, torch.sigmoid(true)).temperatures == (1.0, 1.0, 1.0)
     assert max(fit_confidence(true + 0.9, drawn.float(), has_bias=False).after) > 0.03
 
 

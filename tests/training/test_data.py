@@ -104,12 +104,8 @@ class Scripted:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.asked: list[
-            tuple[str, bool]
-        ] = []  # the text that each request goes on from, and whether it samples
 
     def request(self, key: object, ids: torch.Tensor, new_tokens: int, seed: int, **settings: Any) -> Any:
-        self.asked.append((self.tokenizer.decode(ids), settings["do_sample"]))
         return key, ids, new_tokens, seed
 
     def run(self, requests: Any) -> Iterator[Recorded]:

@@ -53,5 +53,6 @@ def test_half_precision_is_near() -> None:
     wide.sum().backward()
     assert own.grad is not None
     assert narrow.dtype == own.grad.dtype == torch.float32
-    torch.testing.assert_close(narrow, wide, rtol=0.03, atol=0.03)
-    torch.testing.assert_close(own.grad, plain.grad, rtol=0.1, atol=0.1)
+    assert (narrow - wide).norm() < 0.01 * wide.norm()
+    assert plain.grad is not None
+    assert (own.grad - plain.grad).norm() < 0.01 * plain.grad.norm()
