@@ -11,6 +11,7 @@ from specc.contracts import Pass
 from specc.passes.check_capturable import check_capturable
 from specc.passes.drop_noops import drop_noops
 from specc.passes.expose_hidden import expose_hidden
+from specc.passes.follow_tree import follow_tree
 from specc.passes.functionalize import functionalize
 from specc.passes.fuse_step import fuse_step
 from specc.passes.insert_taps import insert_taps
@@ -19,8 +20,10 @@ from specc.passes.share_weights import share_weights
 from specc.passes.slice_logits import slice_logits
 
 
-def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) -> tuple[Pass, ...]:
-    """Return the passes over a model's rows graph, in order."""
+def rows_pipeline(
+    taps: Sequence[int], layer_paths: Sequence[str], hidden: int, *, follows_tree: bool = False
+) -> tuple[Pass, ...]:
+    """Return the passes over a model's rows graph, in order; ``follows_tree`` where drafts may be a tree."""
     return (
         # Taps early, while the trace still says which layer each node came from.
         functionalize,
@@ -28,6 +31,7 @@ def rows_pipeline(taps: Sequence[int], layer_paths: Sequence[str], hidden: int) 
         slice_logits,
         expose_hidden,
         replace_foreign_ops,
+        *((follow_tree,) if follows_tree else ()),
     )
 
 

@@ -178,6 +178,12 @@ def compile(
         options.disable_passes,
         options.dump,
     )
+    if builder.tree(length) is not None and exact:
+        raise UnsupportedError(
+            f"exact={exact!r} with method {chosen.name!r}",
+            ["a tree's rows see what no row of plain decoding does, so bits may differ"],
+            "Leave exact out, or take a method that drafts a chain.",
+        )
     engine = Engine(builder, runner, min(bitwise.FEED_ROWS if exact else FEED_ROWS, capacity))
     if exact:
         bitwise.check_bitwise(engine, length)

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from specc.backends import choose as choose
-from specc.contracts import STAGES, DrafterBundle, DrafterInfo, Method, ModelInfo, Stage, TensorSpec
+from specc.contracts import (
+    STAGES,
+    DrafterBundle,
+    DrafterInfo,
+    DraftsTree,
+    Method,
+    ModelInfo,
+    Stage,
+    TensorSpec,
+)
+from specc.errors import UnsupportedError
 from specc.graph import Input, StepGraph
 from specc.models.info import embed_module, embed_transform, final_logit_transform, head_module
 from specc.models.paths import layer_paths, path_of
@@ -37,6 +47,7 @@ from specc.step import (
 )
 from specc.stitch import BuiltStep, assemble, relevant, stage_inputs
 from specc.trace import RowsModel, TracedModel, Tracer, trace_model
+from specc.tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +101,8 @@ def make_drafter(bundle: DrafterBundle) -> Drafter:
     return Drafter(bundle.info, bundle.module, replace(traced, graph=graph))
 
 
-PASS_NAMES = tuple(p.name for p in (*rows_pipeline((), (), 0), *STEP_PIPELINE))  # what ``disable`` may name
+# What ``disable`` may name.
+PASS_NAMES = tuple(p.name for p in (*rows_pipeline((), (), 0, follows_tree=True), *STEP_PIPELINE))
 
 
 @dataclass
@@ -117,7 +129,13 @@ class StepBuilder:
         self.device = next(self.target.module.parameters()).device
         traced = self.target.traced
         known = {p.name for p in STEP_PIPELINE}
-        passes = rows_pipeline(self.taps, self.target.layer_paths, self.target.info.hidden)
+        passes = rows_pipeline(
+            self.taps,
+            self.target.layer_paths,
+            self.target.info.hidden,
+            follows_tree=isinstance(self.method, DraftsTree),
+        )
+        known |= set(PASS_NAMES) - {p.name for p in passes}  # one that this method has no use for
         graph, self.rows_reports = run_passes(
             traced.graph.copy(), passes, disable=[n for n in self.disable if n not in known], dump=self.dump
         )
@@ -147,6 +165,24 @@ class StepBuilder:
     def taps(self) -> tuple[int, ...]:
         """The target states that the method reads, each "after j layers"."""
         return tuple(self.method.taps(self.target.info, self.drafter_info))
+
+    def tree(self, block: int) -> Tree | None:
+        """Return the shape of a draft of ``block`` tokens, or None where it is a chain.
+
+        Raises:
+            UnsupportedError: this target cannot verify a tree of that shape.
+        """
+        if not block or not isinstance(self.method, DraftsTree):
+            return None
+        tree = self.method.tree(block)
+        windows = [c.window for c in self.traced.caches.values() if c.window is not None]
+        if min(windows, default=tree.height + 1) <= tree.height:
+            raise UnsupportedError(
+                f"method {self.method.name!r} cannot run this target",
+                [f"a path of {tree.height} drafts reaches past its sliding window of {min(windows)}"],
+                "Give a smaller block.",
+            )
+        return tree
 
     def state(self) -> dict[str, TensorSpec]:
         """Return every state tensor of the step, the method's and the caches included."""
@@ -188,12 +224,12 @@ class StepBuilder:
         return self._stages[stage, kept]
 
     def _function(self, stage: Stage, key: StepKey) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-        parts, shape, method = self._parts(), self.shape, self.method
+        parts, shape, method, tree = self._parts(), self.shape, self.method, self.tree(key.block)
         functions: dict[Stage, Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]] = {
-            "draft": lambda v: draft_stage(v, key, shape, method, parts),
-            "verify": lambda v: verify_stage(v, key, shape, parts),
-            "accept": lambda v: accept_stage(v, key, shape),
-            "commit": lambda v: commit_stage(v, key, shape, method, parts),
+            "draft": lambda v: draft_stage(v, key, shape, method, parts, tree),
+            "verify": lambda v: verify_stage(v, key, shape, parts, tree),
+            "accept": lambda v: accept_stage(v, key, shape, tree),
+            "commit": lambda v: commit_stage(v, key, shape, method, parts, tree),
         }
         return functions[stage]
 
@@ -215,10 +251,10 @@ class StepBuilder:
 
         def run_target(
             v: Mapping[str, Tensor], token: Tensor, slot: Tensor, position: Tensor, cache_row: Tensor, reach: Tensor,
-            logit_rows: Tensor,
+            logit_rows: Tensor, last: Tensor | None = None, path: Tensor | None = None,
         ) -> Mapping[str, Tensor]:  # fmt: skip
             model = RowsModel(self.traced.graph, v, _strip(v, "cache."))
-            return model(token, slot, position, cache_row, reach, logit_rows)
+            return model(token, slot, position, cache_row, reach, logit_rows, last, path)
 
         def run_drafter(v: Mapping[str, Tensor], run: Callable[[object], object]) -> object:
             if drafter is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from specc.graph import StepGraph
+    from specc.tree import Tree
 
 Stage = Literal["draft", "verify", "accept", "commit"]
 STAGES: tuple[Stage, ...] = ("draft", "verify", "accept", "commit")
@@ -159,6 +160,9 @@ class MethodContext:
     draw: Draw
     vocab: int = 0  # width of the target's logits
     drafter_limit: int | None = None  # positions the drafter's tables cover; None = no end
+    tree: Tree | None = (
+        None  # the shape of the draft, where it is a tree; its drafts are in the order of the nodes
+    )
 
     @property
     def anchor(self) -> Tensor:
@@ -207,6 +211,20 @@ class Method(Protocol):
 
     def observe(self, context: MethodContext, rows: Rows) -> None:
         """Extend the method's context by rows whose tokens are committed; traced, writes only its own state."""
+
+
+def drafts_with(method: Method) -> str:
+    """Return the method whose drafters ``method`` takes: its own, unless its ``drafts_with`` names another."""
+    name: str = getattr(method, "drafts_with", method.name)
+    return name
+
+
+@runtime_checkable
+class DraftsTree(Protocol):
+    """A method whose drafts are a tree rather than a chain; all of them are point masses."""
+
+    def tree(self, block: int) -> Tree:
+        """Return the shape of a draft of ``block`` tokens, 1 or more."""
 
 
 @runtime_checkable

@@ -17,13 +17,17 @@ _LIB = torch.library.Library("specc", "DEF")
 # An interval per row covers causal rows, sliding windows (of any rule) and bidirectional blocks alike,
 # so one operator serves targets and every drafter. The last row of a cache is scratch: a row that writes
 # there is garbage, reads nothing, and its output is zero.
+# With ``path``, a row of a tree also reads cache row last + 1 + i where bit i of its path is set: its own and its
+# ancestors', among rows of other branches.
 _LIB.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot, Tensor cache_row, Tensor first, Tensor last, float scale, "
-    "float? softcap=None, Tensor? sinks=None) -> Tensor"
+    "float? softcap=None, Tensor? sinks=None, Tensor? path=None) -> Tensor"
 )
 # write_rows: cache[slot, :, cache_row] = value, for K/V that are stored without attending.
 _LIB.define("write_rows(Tensor(a!) cache, Tensor value, Tensor slot, Tensor cache_row) -> ()")
+# move_rows: cache[slot, :, target] = cache[slot, :, source], all read before any is written.
+_LIB.define("move_rows(Tensor(a!) cache, Tensor slot, Tensor source, Tensor target) -> ()")
 # put: buffer[slot, column] = value, for token histories and per-slot rings.
 _LIB.define("put(Tensor(a!) buffer, Tensor value, Tensor slot, Tensor column) -> ()")
 # store: state = value, whole.
@@ -31,6 +35,15 @@ _LIB.define("store(Tensor(a!) state, Tensor value) -> ()")
 # grouped_mm: rows [rows, in], sorted by group, times their group's weight [groups, in, out]; ends [groups] are
 # where each group's rows end. Rows behind the last end give zeros.
 _LIB.define("grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
+
+
+def _visible(index: Tensor, first: Tensor, last: Tensor, path: Tensor | None) -> Tensor:
+    """Return which cache rows each row reads, bool [rows, cache rows]."""
+    visible = (index >= first[:, None]) & (index <= last[:, None])
+    if path is None:
+        return visible
+    behind = index - last[:, None] - 1
+    return visible | ((behind >= 0) & ((path[:, None] >> behind.clamp(0, 62)) & 1 > 0))
 
 
 def _attend_slot(
@@ -42,10 +55,15 @@ def _attend_slot(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    path: Tensor | None,
 ) -> Tensor:
     """Attend rows of one slot: query [rows, heads, size], key and value [kv_heads, live, size]."""
     index = torch.arange(key.shape[1], device=key.device)
-    visible = (index >= first[:, None]) & (index <= last[:, None])  # [rows, live]
+    visible = _visible(index, first, last, path)  # [rows, live]
+    if path is not None:
+        # Between the branches lie rows that nobody may see: they can hold anything, NaN included.
+        unseen = ~visible.any(0)[:, None]
+        key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
     if softcap is None and sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
@@ -85,6 +103,7 @@ def _attend_host(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    path: Tensor | None = None,
 ) -> Tensor:
     """Run attend on the CPU, reading only live cache rows: lengths are already on the host here."""
     key_cache[slot, :, cache_row] = key
@@ -100,6 +119,9 @@ def _attend_host(
         whole = rows[-1] - rows[0] + 1 == len(rows)
         pick = slice(rows[0], rows[-1] + 1) if whole else torch.tensor(rows)
         low, high = int(first[pick].min()), int(last[pick].max()) + 1
+        if path is not None:
+            high += int(path[pick].max()).bit_length()  # too far for some rows; never past the cache
+            high = min(high, scratch)
         out[pick] = _attend_slot(
             query[pick],
             key_cache[owner, :, low:high],
@@ -109,6 +131,7 @@ def _attend_host(
             scale,
             softcap,
             sinks,
+            None if path is None else path[pick],
         )
     return out
 
@@ -126,6 +149,7 @@ def _attend_device(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    path: Tensor | None = None,
 ) -> Tensor:
     """Run attend without any host read: every row sees its slot's whole cache through a mask."""
     key_cache[slot, :, cache_row] = key
@@ -133,7 +157,7 @@ def _attend_device(
     keys, values = key_cache[slot].float(), value_cache[slot].float()  # [rows, kv_heads, cache, size]
     rows, groups = query.shape[0], query.shape[1] // key.shape[1]
     index = torch.arange(keys.shape[2], device=keys.device)
-    visible = ((index >= first[:, None]) & (index <= last[:, None]))[:, None, None]
+    visible = _visible(index, first, last, path)[:, None, None]
     # Rows nobody may see can hold anything, NaN included, and 0 * NaN is NaN.
     values = values.masked_fill(~visible[:, :, 0, :, None], 0.0)
     grouped = query.float().view(rows, key.shape[1], groups, -1)
@@ -153,6 +177,10 @@ def _attend_device(
 
 def _write_rows(cache: Tensor, value: Tensor, slot: Tensor, cache_row: Tensor) -> None:
     cache[slot, :, cache_row] = value.to(cache.dtype)
+
+
+def _move_rows(cache: Tensor, slot: Tensor, source: Tensor, target: Tensor) -> None:
+    cache[slot, :, target] = cache[slot, :, source]
 
 
 def _put(buffer: Tensor, value: Tensor, slot: Tensor, column: Tensor) -> None:
@@ -200,6 +228,7 @@ def _attend_fake(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    path: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
@@ -208,7 +237,9 @@ _LIB.impl("attend", _attend_host, "CPU")
 _LIB.impl("attend", _attend_device, "CUDA")
 _LIB.impl("grouped_mm", _grouped_mm_host, "CPU")
 _LIB.impl("grouped_mm", _grouped_mm_device, "CUDA")
-for _name, _kernel in (("write_rows", _write_rows), ("put", _put), ("store", _store)):
+for _name, _kernel in (
+    ("write_rows", _write_rows), ("move_rows", _move_rows), ("put", _put), ("store", _store),
+):  # fmt: skip
     _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"specc::{_name}", lambda *_: None, lib=_LIB)
 torch.library.register_fake("specc::attend", _attend_fake, lib=_LIB)
@@ -216,10 +247,11 @@ torch.library.register_fake("specc::grouped_mm", _grouped_mm_fake, lib=_LIB)
 
 attend = torch.ops.specc.attend
 write_rows = torch.ops.specc.write_rows
+move_rows = torch.ops.specc.move_rows
 put = torch.ops.specc.put
 grouped_mm = torch.ops.specc.grouped_mm
 store = torch.ops.specc.store
 
 MUTATING = frozenset(
-    getattr(torch.ops.specc, name).default for name in ("attend", "write_rows", "put", "store")
+    getattr(torch.ops.specc, name).default for name in ("attend", "write_rows", "move_rows", "put", "store")
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ from specc.contracts import (
     Stage,
     TensorSpec,
 )
-from specc.ops import put, store
+from specc.ops import move_rows, put, store
 from specc.sampling import SamplingContext, is_sampled, process, settings_columns
+from specc.sampling.accept import Accepted
 from specc.sampling.accept import accept as accept_drafts
+from specc.sampling.accept_tree import AcceptedPath, accept_tree, as_slots
 from specc.sampling.draw import Drawer
+from specc.tree import Tree, table
 
 Values = Mapping[str, Tensor]
 
@@ -124,7 +127,9 @@ def setting_specs(shape: Shape, families: tuple[str, ...]) -> dict[str, TensorSp
     return {f"setting.{name}": TensorSpec((shape.slots, *c.shape), c.dtype) for name, c in columns.items()}
 
 
-def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts) -> dict[str, Tensor]:
+def draft_stage(
+    v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts, tree: Tree | None = None
+) -> dict[str, Tensor]:
     """Draft ``block`` tokens per slot: ``draft.tokens`` and the distributions they were drawn from.
 
     A slot does not draft in its first step, which reads the end of its prompt: so its text does not depend on
@@ -140,13 +145,16 @@ def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Pa
         )
 
     def run(drafter: object) -> Draft:
-        return method.draft(replace(_context(v, key, shape, parts, drafter, draw), running=ready))
+        context = _context(v, key, shape, parts, drafter, draw)
+        return method.draft(replace(context, running=ready, tree=tree))
 
     draft = parts.drafter(v, run)
     assert isinstance(draft, Draft)
     # A draft for a position the slot cannot hold has no row to be verified in.
     length = v["state.length"][:, None]
-    position = length + torch.arange(key.block, device=draft.tokens.device)
+    position = length + torch.arange(
+        key.block, device=draft.tokens.device
+    )  # of a tree: the row's place, not less
     fits = (position < shape.capacity) & ready[:, None]
     if shape.switch is not None:
         # Rows on both sides of the switch cannot share a cache: the scheduler feeds the slot again in between.
@@ -161,20 +169,27 @@ def draft_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Pa
     return out
 
 
-def verify_stage(v: Values, key: StepKey, shape: Shape, parts: Parts) -> dict[str, Tensor]:
+def verify_stage(
+    v: Values, key: StepKey, shape: Shape, parts: Parts, tree: Tree | None = None
+) -> dict[str, Tensor]:
     """Run the target on every slot's anchor and drafts, and on the rows the host feeds."""
-    rows = _rows(v, key, shape)
+    rows = _rows(v, key, shape, tree)
     wanted = torch.arange(shape.slots * (key.block + 1), device=rows.token.device)
-    out = parts.target(v, rows.token, rows.slot, rows.position, rows.cache_row, rows.reach, logit_rows=wanted)
+    sees = {} if tree is None else {"last": rows.last, "path": rows.path}
+    out = parts.target(
+        v, rows.token, rows.slot, rows.position, rows.cache_row, rows.reach, logit_rows=wanted, **sees
+    )
     found = {"verify.logits": out["logits"].view(shape.slots, key.block + 1, -1)}
     if "taps" in out:
         found["verify.taps"] = out["taps"]
     if "hidden" in key.extras:
-        found["hidden"] = out["hidden"].view(shape.slots, key.block + 1, -1)
+        # Of a tree only the rows of the path that is kept are asked for, and accept knows which they are.
+        name = "hidden" if tree is None else "verify.hidden"
+        found[name] = out["hidden"].view(shape.slots, key.block + 1, -1)
     return found
 
 
-def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
+def accept_stage(v: Values, key: StepKey, shape: Shape, tree: Tree | None = None) -> dict[str, Tensor]:
     """Keep the longest valid prefix of the drafts plus one token; cut at stops and caps."""
     length, running = v["state.length"], v["state.running"]
     draft = v.get("draft.tokens")
@@ -193,23 +208,14 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
             eos=v["state.eos"],
             max_length=v["state.limit"],
         )
-        logits = process(raw, context, key.families)
-    proposal = Proposal(v["draft.probs"], v.get("draft.ids")) if "draft.probs" in v else None
-    drafts = Draft(draft, proposal, v.get("draft.drawn"))
-    if key.sampled:
-        verdict = accept_drafts(
-            logits,
-            drafts,
-            temperature=v["setting.temperature"],
-            seed=v["state.seed"],
-            length=length,
-            rule=_rule(v, key),
-            raw=raw,
-        )
-    else:
-        verdict = accept_drafts(logits, drafts, raw=raw)
+        if tree is None:
+            logits = process(raw, context, key.families)
+        else:
+            rows = raw.flatten(0, 1)[:, None]
+            logits = process(rows, as_slots(context, tree), key.families).view_as(raw)
+    verdict = _verdict(v, key, draft, logits, raw, tree)
     count, finish = _stop(v, verdict.count + 1, verdict.tokens)
-    kept = torch.arange(key.block + 1, device=count.device) < count[:, None]
+    kept = torch.arange(verdict.tokens.shape[1], device=count.device) < count[:, None]
     emitted = torch.where(kept, verdict.tokens, -1)
     columns = [
         count,
@@ -224,21 +230,46 @@ def accept_stage(v: Values, key: StepKey, shape: Shape) -> dict[str, Tensor]:
         "accept.emitted": emitted,
         "record": torch.cat([torch.stack(columns, 1), emitted], dim=1),
     }
-    if "logits" in key.extras:
-        out["logits"] = raw
-    if "scores" in key.extras:
-        out["scores"] = logits
-    return out
+    extras = {"logits": raw, "scores": logits}
+    if isinstance(verdict, AcceptedPath):
+        out["accept.path"] = verdict.path
+        extras |= {"hidden": v["verify.hidden"]} if "hidden" in key.extras else {}
+        extras = {name: along(rows, verdict.path) for name, rows in extras.items() if name in key.extras}
+    return out | {name: rows for name, rows in extras.items() if name in key.extras}
 
 
-def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts) -> dict[str, Tensor]:
+def along(rows: Tensor, path: Tensor) -> Tensor:
+    """Return the rows [slots, nodes, width] of a path's nodes, [slots, height + 1, width]."""
+    return rows.gather(1, path[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def _verdict(
+    v: Values, key: StepKey, draft: Tensor, logits: Tensor, raw: Tensor, tree: Tree | None
+) -> Accepted | AcceptedPath:
+    sampling: dict[str, Any] = {"raw": raw}
+    if key.sampled:
+        sampling |= {
+            "temperature": v["setting.temperature"], "seed": v["state.seed"], "length": v["state.length"],
+            "rule": _rule(v, key),
+        }  # fmt: skip
+    if tree is not None:
+        return accept_tree(logits, draft, tree, **sampling)
+    proposal = Proposal(v["draft.probs"], v.get("draft.ids")) if "draft.probs" in v else None
+    return accept_drafts(logits, Draft(draft, proposal, v.get("draft.drawn")), **sampling)
+
+
+def commit_stage(
+    v: Values, key: StepKey, shape: Shape, method: Method, parts: Parts, tree: Tree | None = None
+) -> dict[str, Tensor]:
     """Append the emitted tokens, move the lengths, and hand the method its new rows."""
     count, emitted = v["accept.count"], v["accept.emitted"]
     length, tokens = v["state.length"], v["state.tokens"]
-    column = length[:, None] + torch.arange(key.block + 1, device=length.device)
+    if tree is not None:
+        _settle(v, shape)
+    column = length[:, None] + torch.arange(emitted.shape[1], device=length.device)
     column = torch.where(emitted >= 0, column, shape.capacity)
     slot = torch.arange(shape.slots, device=length.device)[:, None].expand_as(column)
-    rows = _observed(v, _rows(v, key, shape), key, shape)
+    rows = _observed(v, _rows(v, key, shape, tree), key, shape, tree)
     put(tokens, emitted.clamp(min=0), slot, column)
     store(v["state.running"], v["state.running"] & (v["accept.finish"] == RUNNING))
     store(v["state.fresh"], torch.zeros_like(v["state.fresh"]))
@@ -249,6 +280,20 @@ def commit_stage(v: Values, key: StepKey, shape: Shape, method: Method, parts: P
     parts.drafter(v, run)
     store(length, length + count)
     return {}
+
+
+def _settle(v: Values, shape: Shape) -> None:
+    """Move the K/V of the accepted path's rows to where its tokens stand in the text."""
+    path = v["accept.path"]
+    depth = torch.arange(path.shape[1], device=path.device)
+    base = v["state.length"][:, None] - 1
+    accepted = (depth >= 1) & (depth < v["accept.count"][:, None])
+    source = torch.where(accepted, base + path, shape.capacity)[:, 1:]
+    target = torch.where(accepted, base + depth, shape.capacity)[:, 1:]
+    slot = torch.arange(shape.slots, device=path.device)[:, None].expand_as(source)
+    for name, cache in v.items():
+        if name.startswith("cache."):
+            move_rows(cache, slot.flatten(), source.flatten(), target.flatten())
 
 
 def _rule(v: Values, key: StepKey) -> AcceptRule | Tensor:
@@ -277,39 +322,58 @@ class _StepRows:
     position: Tensor
     cache_row: Tensor
     reach: Tensor  # the sequence length a plain decode would have had at this row
+    last: Tensor | None = None  # of a tree's step: the newest committed cache row that this row sees
+    path: Tensor | None = None  # and the drafts on its path, as bits
 
 
-def _rows(v: Values, key: StepKey, shape: Shape) -> _StepRows:
+def _rows(v: Values, key: StepKey, shape: Shape, tree: Tree | None) -> _StepRows:
     """Return the step's rows: block + 1 per slot in slot order, then the fed ones."""
     tokens, length, running = v["state.tokens"], v["state.length"], v["state.running"]
     device = length.device
     anchor = tokens.gather(1, (length - 1).clamp(min=0)[:, None])
     block = torch.cat([anchor, v["draft.tokens"].clamp(min=0)], 1) if key.block else anchor
-    position = length[:, None] - 1 + torch.arange(key.block + 1, device=device)
-    live = running[:, None] & (position >= 0) & (position < shape.capacity)
+    base = length[:, None] - 1
+    place = position = base + torch.arange(key.block + 1, device=device)
+    last = path = None
+    if tree is not None:
+        position = base + table(tree.depths, device)
+        last = base.expand(-1, tree.nodes).flatten()
+        path = table(tree.paths, device)[None].expand(shape.slots, -1).flatten()
+    live = running[:, None] & (place >= 0) & (place < shape.capacity)
     slot = torch.arange(shape.slots, device=device)[:, None].expand_as(position)
     token, slot, position, live = block.flatten(), slot.flatten(), position.flatten(), live.flatten()
+    place = position if tree is None else place.flatten()
     if key.feed:
         fed_slot, fed = v["feed.slot"], v["feed.position"]
         fed_token = tokens[fed_slot, fed.clamp(min=0)]
         token, slot = torch.cat([token, fed_token]), torch.cat([slot, fed_slot])
         position, live = torch.cat([position, fed]), torch.cat([live, fed >= 0])
-    cache_row = torch.where(live, position, shape.capacity)
+        place = position if tree is None else torch.cat([place, fed])
+        if last is not None and path is not None:
+            last, path = torch.cat([last, fed]), torch.cat([path, torch.zeros_like(fed)])
+    cache_row = torch.where(live, place, shape.capacity)
     reach = torch.maximum(position + 1, v["state.reach"][slot])
-    return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row, reach)
+    return _StepRows(token, slot, position.clamp(0, shape.capacity - 1), cache_row, reach, last, path)
 
 
-def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape) -> Rows:
+def _observed(v: Values, rows: _StepRows, key: StepKey, shape: Shape, tree: Tree | None) -> Rows:
     """Return the step's rows as the method sees them: what was not accepted is garbage."""
     count, emitted, tokens = v["accept.count"], v["accept.emitted"], v["state.tokens"]
     per_slot = key.block + 1
     own = shape.slots * per_slot
     index = torch.arange(per_slot, device=count.device)
-    true = (index < count[:, None]).flatten()
-    next_token = emitted.clamp(min=0).flatten()
     slots = torch.arange(shape.slots, device=count.device)
     newest, has_newest = slots * per_slot + (count - 1).clamp(min=0), count > 0
-    cache_row = torch.where(true, rows.cache_row[:own], shape.capacity)
+    if tree is None:
+        true = (index < count[:, None]).flatten()
+        next_token = emitted.clamp(min=0).flatten()
+        cache_row = torch.where(true, rows.cache_row[:own], shape.capacity)
+    else:
+        path, depth = v["accept.path"], table(tree.depths, count.device).expand(shape.slots, -1)
+        true = (path.gather(1, depth) == index) & (depth < count[:, None])
+        next_token = emitted.gather(1, depth).clamp(min=0).flatten()
+        cache_row = torch.where(true.flatten(), rows.position[:own], shape.capacity)
+        newest = slots * per_slot + path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
     if key.feed:
         fed_slot, fed = v["feed.slot"], v["feed.position"]
         cache_row = torch.cat([cache_row, rows.cache_row[own:]])

@@ -19,6 +19,7 @@ from specc.graph import Input, Kind, StepGraph
 from specc.passes import STEP_PIPELINE
 from specc.pipeline import PassReport, run_passes
 from specc.step import Shape, StepKey
+from specc.tree import Tree
 
 
 @dataclass
@@ -57,6 +58,9 @@ class StepSource(Protocol):
     @property
     def rows_reports(self) -> tuple[PassReport, ...]:
         """What the passes over the target's rows graph did."""
+
+    def tree(self, block: int) -> Tree | None:
+        """Return the shape of a draft of ``block`` tokens, or None where it is a chain."""
 
     def state(self) -> dict[str, TensorSpec]:
         """Return every state tensor of the step, the method's and the caches included."""

@@ -79,7 +79,14 @@ class _OnRows(nn.Module):
         keys: dict[int, Tensor],
         values: dict[int, Tensor],
     ) -> Tensor:
-        with rows_context(slot=slot, cache_row=cache_row, reach=reach, key_caches=keys, value_caches=values):
+        with rows_context(
+            slot=slot,
+            cache_row=cache_row,
+            position=position,
+            reach=reach,
+            key_caches=keys,
+            value_caches=values,
+        ):
             out = self.model(input_ids=token[None], position_ids=position[None], use_cache=False)
         logits: Tensor = out.logits[0]
         return logits
@@ -206,6 +213,8 @@ class RowsModel:
         cache_row: Tensor,
         reach: Tensor | None = None,
         logit_rows: Tensor | None = None,
+        last: Tensor | None = None,
+        path: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the rows; returns the graph's outputs by name ("logits", "taps", ...).
 
@@ -213,10 +222,14 @@ class RowsModel:
             token, slot, position, cache_row: int64 [rows].
             reach: int64 [rows], the length that chooses a row's rotary frequencies; None = position + 1.
             logit_rows: int64, the rows whose logits are wanted, when `slice_logits` ran.
+            last, path: int64 [rows], what each row sees, when `follow_tree` ran: cache rows up to ``last`` and,
+                behind it, those of its path's bits. None = up to its own row.
         """
         reach = position + 1 if reach is None else reach
         given = dict(zip(ROW_INPUTS, (token, slot, position, cache_row, reach), strict=True)) | {
-            "logit_rows": logit_rows
+            "logit_rows": logit_rows,
+            "last": cache_row if last is None else last,
+            "path": torch.zeros_like(cache_row) if path is None else path,
         }
         arguments = []
         for item in self._graph.inputs:

@@ -62,6 +62,9 @@ class ToySource:
         self._tracer = Tracer(self.device)
         self._stages: dict[tuple[Stage, StepKey], StepGraph] = {}
 
+    def tree(self, block: int) -> None:
+        return None
+
     def state(self) -> dict[str, TensorSpec]:
         cache = TensorSpec((self.shape.slots, 1, self.shape.capacity + 1, HIDDEN))
         return state_specs(self.shape) | {"cache.key.0": cache, "cache.value.0": cache}

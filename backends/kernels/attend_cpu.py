@@ -24,7 +24,7 @@ _LIB = torch.library.Library("specc", "FRAGMENT")
 _LIB.define(
     "attend_cpu(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot, Tensor cache_row, Tensor first, Tensor last, float scale, "
-    "float? softcap=None, Tensor? sinks=None) -> Tensor"
+    "float? softcap=None, Tensor? sinks=None, Tensor? path=None) -> Tensor"
 )
 
 _SOURCE = r"""
@@ -49,7 +49,7 @@ template <typename T>
 static void attend(const T* q, const T* kc, const T* vc, const int64_t* slot, const int64_t* row,
                    const int64_t* first, const int64_t* last, T* out, int64_t rows, int64_t heads,
                    int64_t kv_heads, int64_t size, int64_t value_size, int64_t cache, float scale,
-                   float softcap, const T* sinks) {
+                   float softcap, const T* sinks, const int64_t* path) {
     const int64_t groups = heads / kv_heads;
     #pragma omp parallel
     {
@@ -62,7 +62,11 @@ static void attend(const T* q, const T* kc, const T* vc, const int64_t* slot, co
                 for (int64_t i = 0; i < groups * value_size; ++i) narrow(0.0f, o + i);
                 continue;
             }
-            const int64_t low = first[n], count = last[n] - low + 1;
+            const int64_t low = first[n], whole = last[n] - low + 1;
+            int64_t count = whole, branch[64];  // a tree's row reads some more, one by one
+            if (path)
+                for (int64_t i = 0; i < 62; ++i)
+                    if (path[n] >> i & 1) branch[count++ - whole] = whole + i;
             const T* k = kc + ((slot[n] * kv_heads + h) * cache + low) * size;
             const T* v = vc + ((slot[n] * kv_heads + h) * cache + low) * value_size;
             scores.resize(count);
@@ -71,7 +75,7 @@ static void attend(const T* q, const T* kc, const T* vc, const int64_t* slot, co
                 for (int64_t d = 0; d < size; ++d) query[d] = widen(qg[d]) * scale;
                 float highest = sinks ? widen(sinks[h * groups + g]) : -3.0e38f;
                 for (int64_t j = 0; j < count; ++j) {
-                    const T* kj = k + j * size;
+                    const T* kj = k + (j < whole ? j : branch[j - whole]) * size;
                     float s = 0.0f;
                     #pragma omp simd reduction(+ : s)
                     for (int64_t d = 0; d < size; ++d) s += query[d] * widen(kj[d]);
@@ -87,7 +91,7 @@ static void attend(const T* q, const T* kc, const T* vc, const int64_t* slot, co
                 }
                 for (int64_t d = 0; d < value_size; ++d) sum[d] = 0.0f;
                 for (int64_t j = 0; j < count; ++j) {
-                    const T* vj = v + j * value_size;
+                    const T* vj = v + (j < whole ? j : branch[j - whole]) * value_size;
                     const float p = scores[j];
                     #pragma omp simd
                     for (int64_t d = 0; d < value_size; ++d) sum[d] += p * widen(vj[d]);
@@ -102,13 +106,13 @@ static void attend(const T* q, const T* kc, const T* vc, const int64_t* slot, co
 extern "C" void specc_attend(
     const void* q, const void* kc, const void* vc, const int64_t* slot, const int64_t* row, const int64_t* first,
     const int64_t* last, void* out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t size, int64_t value_size,
-    int64_t cache, float scale, float softcap, const void* sinks, int is_bf16) {
+    int64_t cache, float scale, float softcap, const void* sinks, const int64_t* path, int is_bf16) {
     if (is_bf16)
         attend((const uint16_t*)q, (const uint16_t*)kc, (const uint16_t*)vc, slot, row, first, last, (uint16_t*)out,
-               rows, heads, kv_heads, size, value_size, cache, scale, softcap, (const uint16_t*)sinks);
+               rows, heads, kv_heads, size, value_size, cache, scale, softcap, (const uint16_t*)sinks, path);
     else
         attend((const float*)q, (const float*)kc, (const float*)vc, slot, row, first, last, (float*)out,
-               rows, heads, kv_heads, size, value_size, cache, scale, softcap, (const float*)sinks);
+               rows, heads, kv_heads, size, value_size, cache, scale, softcap, (const float*)sinks, path);
 }
 """
 
@@ -146,7 +150,7 @@ def use(library: Path) -> None:
 def _function(library: Path) -> Any:
     function = ctypes.CDLL(str(library)).specc_attend
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    function.argtypes = [*[pointer] * 8, *[integer] * 6, real, real, pointer, ctypes.c_int]
+    function.argtypes = [*[pointer] * 8, *[integer] * 6, real, real, pointer, pointer, ctypes.c_int]
     function.restype = None
     return function
 
@@ -212,6 +216,7 @@ def _attend(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    path: Tensor | None = None,
 ) -> Tensor:
     if key_cache.dtype not in DTYPES or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
         raise InvariantError(
@@ -224,6 +229,7 @@ def _attend(
     query = query.contiguous()
     indices = [t.contiguous() for t in (slot, cache_row, first, last)]
     sinks = None if sinks is None else sinks.to(query.dtype).contiguous()
+    path = None if path is None else path.contiguous()
     kernel()(
         query.data_ptr(),
         key_cache.data_ptr(),
@@ -239,6 +245,7 @@ def _attend(
         scale,
         softcap or 0.0,
         None if sinks is None else sinks.data_ptr(),
+        None if path is None else path.data_ptr(),
         int(query.dtype is torch.bfloat16),
     )
     return out

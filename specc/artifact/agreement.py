@@ -23,6 +23,8 @@ def misfits(manifest: Manifest, held: Set[tuple[Stage, StepKey]]) -> Iterator[Mi
     for name, spec in state_specs(shape).items():
         if manifest.state.get(name) != spec:
             yield f"state.{name}", manifest.state.get(name, "nothing"), spec
+    if manifest.tree is not None and len(manifest.tree.parents) != manifest.block:
+        yield "tree", f"{len(manifest.tree.parents)} drafts", f"{manifest.block}, as block"
     if not manifest.method:
         yield "method", repr(manifest.method), "a method's name"
     if any(not 0 <= tap <= model.layers for tap in manifest.taps):

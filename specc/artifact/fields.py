@@ -90,6 +90,10 @@ class Fields:
             return False
         return True
 
+    def has(self, key: str) -> bool:
+        """Return whether ``key`` is there at all: later versions write some that earlier ones did not."""
+        return key in self._left
+
     def inner(self, key: str) -> Fields:
         """Return an object to be read in turn."""
         return Fields(self.path, f"{self.name}.{key}", self.take(key))

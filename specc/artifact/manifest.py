@@ -16,8 +16,10 @@ from specc.artifact.native import Native, read_native, write_native
 from specc.artifact.specs import read_spec, write_spec
 from specc.contracts import ACCEPT_RULES, STAGES, AcceptRule, DrafterInfo, ModelInfo, Stage, TensorSpec
 from specc.device import DeviceInfo
+from specc.errors import InputError
 from specc.pipeline import PassReport
 from specc.step import Shape, StepKey
+from specc.tree import MOST_NODES, Tree
 
 NAME = "manifest.json"
 TEXT = "graph.txt"  # the main step, for people
@@ -61,7 +63,7 @@ class Manifest:
         specc, torch: versions that saved it, without local parts. feed: prompt rows per filling step.
         families: the settings families whose accept stage is in the package; others are traced when first
         used. record: the TuneRecord that chose the block, as JSON, or None. native: what native code it
-        holds, or None.
+        holds, or None. tree: the shape of its drafts, where they are a tree.
     """
 
     specc: str
@@ -85,6 +87,7 @@ class Manifest:
     record: Mapping[str, Any] | None
     files: Mapping[str, FileInfo]
     native: Native | None = None
+    tree: Tree | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -123,6 +126,9 @@ def write_manifest(manifest: Manifest) -> dict[str, Any]:
         {k: v for k, v in asdict(report).items() if k != "milliseconds"} for report in manifest.passes
     ]
     values["native"] = None if manifest.native is None else write_native(manifest.native)
+    del values["tree"]
+    if manifest.tree is not None:
+        values["tree"] = list(manifest.tree.parents)
     values["files"] = {n: asdict(f) for n, f in manifest.files.items()}
     document: dict[str, Any] = plain({"format": FORMAT, "format_version": FORMAT_VERSION, **values})
     return document
@@ -218,9 +224,18 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
         record=record,
         files=files,
         native=native,
+        tree=_read_tree(document) if document.has("tree") else None,
     )
     document.done()
     return manifest
+
+
+def _read_tree(document: Fields) -> Tree:
+    parents = document.wholes("tree", 0, MOST_NODES)
+    try:
+        return Tree(parents)
+    except InputError as error:
+        raise document.fault("tree", error.given, error.allowed) from error
 
 
 def _texts(document: Fields, value: object) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ ATEN = frozenset(
 SPECC = frozenset(
     f"specc.{name}"
     for name in (
-        "attend", "grouped_mm", "kth_largest", "nucleus_cut", "put", "store", "typical_cut", "write_rows",
+        "attend", "grouped_mm", "kth_largest", "move_rows", "nucleus_cut", "put", "store", "typical_cut", "write_rows",
     )
 )  # fmt: skip
 GETITEM = "getitem"

@@ -37,6 +37,7 @@ from specc.graph import Input, StepGraph, drop_unused_inputs, prune
 from specc.pipeline import PassReport
 from specc.step import RECORD, Shape, StepKey, setting_specs
 from specc.stitch import BuiltStep, assemble, kind_of, relevant, stage_inputs
+from specc.tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ class Package:
         """What those passes did before the package was saved; their time is not known any more."""
         return self.manifest.passes
 
+    def tree(self, block: int) -> Tree | None:
+        return self.manifest.tree if block else None
+
     def state(self) -> dict[str, TensorSpec]:
         return dict(self.manifest.state)
 
@@ -106,7 +110,9 @@ class Package:
         stored = self._stages.get((stage, _stored(stage, kept)))
         if stored is not None:
             graph = stored.build(self.device, self._mode)
-            return graph if stage != "verify" or "hidden" in kept.extras else _without(graph, "hidden")
+            if stage != "verify" or "hidden" in kept.extras:
+                return graph
+            return _without(graph, "hidden" if self.tree(kept.block) is None else "verify.hidden")
         if stage == "accept":
             logger.info(
                 "tracing the accept stage of %s: the package does not hold it", "+".join(key.families)
@@ -175,7 +181,9 @@ class Package:
         given = self.state() | setting_specs(self.shape, key.families)
         earlier = [self.stage("draft", key), self.stage("verify", key)]
         return tracer.trace(
-            "accept", lambda v: accept_stage(v, key, self.shape), stage_inputs(given, {}, earlier)
+            "accept",
+            lambda v: accept_stage(v, key, self.shape, self.tree(key.block)),
+            stage_inputs(given, {}, earlier),
         )
 
 
@@ -350,7 +358,8 @@ def _check_fit(
             )
             raise ArtifactError(graph.path, f"{entry.file}: {given.name}", spec_text(spec), expected)
     if entry.stage == "accept":
-        record = TensorSpec((manifest.shape.slots, len(RECORD) + entry.key.block + 1), torch.int64)
+        reach = manifest.tree.height if manifest.tree is not None and entry.key.block else entry.key.block
+        record = TensorSpec((manifest.shape.slots, len(RECORD) + reach + 1), torch.int64)
         found = {name: spec for name, _, spec in graph.outputs}.get("record")
         if found != record:
             raise ArtifactError(

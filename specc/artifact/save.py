@@ -219,6 +219,7 @@ def _manifest(
         record=record,
         files=sums,
         native=native,
+        tree=source.tree(content.block),
     )
 
 

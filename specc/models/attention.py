@@ -36,6 +36,7 @@ class CacheShape:
 class _Rows:
     slot: Tensor
     cache_row: Tensor
+    position: Tensor
     reach: Tensor
     key_caches: Mapping[int, Tensor]
     value_caches: Mapping[int, Tensor]
@@ -57,6 +58,7 @@ def rows_context(
     cache_row: Tensor,
     key_caches: Mapping[int, Tensor],
     value_caches: Mapping[int, Tensor],
+    position: Tensor | None = None,
     first: Tensor | None = None,
     reach: Tensor | None = None,
 ) -> Iterator[None]:
@@ -64,12 +66,14 @@ def rows_context(
 
     Args:
         slot, cache_row: int64 [rows].
+        position: int64 [rows], by which a sliding window is measured; None = the cache row.
         key_caches, value_caches: [slots, heads, cache rows, size] by layer index.
         first: int64 [rows], the oldest cache row that each row may see, beside the layers' own windows.
         reach: int64 [rows], the sequence length that chooses a row's rotary frequencies (longrope).
     """
     reach = cache_row + 1 if reach is None else reach
-    token = _OPEN.set(_Rows(slot, cache_row, reach, key_caches, value_caches, first))
+    position = cache_row if position is None else position
+    token = _OPEN.set(_Rows(slot, cache_row, position, reach, key_caches, value_caches, first))
     try:
         yield
     finally:
@@ -178,7 +182,7 @@ def _attention(
     cache_row = current.cache_row
     first = torch.zeros_like(cache_row)
     if sliding_window is not None:
-        first = (cache_row - (sliding_window - 1)).clamp(min=0)
+        first = (current.position - (sliding_window - 1)).clamp(min=0)
     if current.first is not None:
         first = torch.maximum(first, current.first)
     out = attend(

@@ -238,7 +238,7 @@ class Engine:
         verify, commit = key.halves()
         made = self._run(verify)
         given = self.state.named() | self._settings(key.families) | made
-        made |= judge(given, key, self.builder.shape, rules)
+        made |= judge(given, key, self.builder.shape, rules, self.builder.tree(key.block))
         runner = self.runner(commit)
         for item, tensor in zip(runner.built.graph.inputs, runner.inputs, strict=True):
             if item.name in made:

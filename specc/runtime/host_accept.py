@@ -20,6 +20,7 @@ from specc.sampling import SamplingContext, process, split
 from specc.sampling.accept import accept
 from specc.sampling.constraint import Constraint, mask_rows
 from specc.step import LENGTH, RECORD, RUNNING, STOP, Shape, StepKey, accept_stage
+from specc.tree import Tree
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -51,10 +52,15 @@ class _Judged:
     finish: int
     fault: bool
     scores: list[Tensor]
+    rows: list[int]  # the verify row that each token comes from
 
 
 def judge(
-    values: Mapping[str, Tensor], key: StepKey, shape: Shape, rules: Mapping[int, OwnRules]
+    values: Mapping[str, Tensor],
+    key: StepKey,
+    shape: Shape,
+    rules: Mapping[int, OwnRules],
+    tree: Tree | None = None,
 ) -> dict[str, Tensor]:
     """Return what the accept stage returns, with the slots in ``rules`` judged row by row.
 
@@ -63,14 +69,15 @@ def judge(
         key: the whole step's.
         shape: the compiled sizes.
         rules: by slot; running slots only.
+        tree: the shape of the drafts, where they are a tree.
     """
-    found = accept_stage(values, key, shape)
+    found = accept_stage(values, key, shape, tree)
     found = {name: tensor.clone() for name, tensor in found.items()}  # logits and scores may be one tensor
     count, emitted, finish, record = (
         found[name] for name in ("accept.count", "accept.emitted", "accept.finish", "record")
     )
     for slot, own in rules.items():
-        judged = _Judge(values, key, slot, own).run()
+        judged = _Judge(values, key, slot, own, tree).run()
         made = len(judged.tokens)
         row = torch.full_like(emitted[slot], -1)
         row[:made] = torch.tensor(judged.tokens)
@@ -78,6 +85,12 @@ def judge(
         facts = (made, judged.accepted, judged.drafted, judged.finish, int(judged.fault))
         record[slot, : len(RECORD)] = torch.tensor(facts)
         record[slot, len(RECORD) :] = row
+        if tree is not None:
+            path = found["accept.path"]
+            path[slot, :made] = torch.tensor(judged.rows)
+            for name, rows in (("logits", "verify.logits"), ("hidden", "verify.hidden")):
+                if name in found:
+                    found[name][slot] = values[rows][slot, path[slot]].to(found[name].dtype)
         if "scores" in found:
             found["scores"][slot, :made] = torch.stack(judged.scores)
     return found
@@ -86,13 +99,16 @@ def judge(
 class _Judge:
     """Judges the drafts of one slot."""
 
-    def __init__(self, values: Mapping[str, Tensor], key: StepKey, slot: int, own: OwnRules) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], key: StepKey, slot: int, own: OwnRules, tree: Tree | None
+    ) -> None:
         self._values, self._own = values, own
         one = slice(slot, slot + 1)
         self._one = {n: t[one] for n, t in values.items() if n.startswith(("state.", "setting."))}
         self._logits = values["verify.logits"][slot].float()
+        self._tree = tree
         drafts = values["draft.tokens"][slot].tolist() if "draft.tokens" in values else []
-        self._drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        self._drafts = drafts if tree is not None or -1 not in drafts else drafts[: drafts.index(-1)]
         self._proposal = _proposal(values, slot)
         self._before, self._after = split(key.families)
         self._sampled = key.sampled
@@ -104,26 +120,52 @@ class _Judge:
         self._history = self._one["state.tokens"][0, :length].clone()
 
     def run(self) -> _Judged:
+        return self._run_chain() if self._tree is None else self._run_tree(self._tree)
+
+    def _run_chain(self) -> _Judged:
         vocab = self._logits.shape[1]
         constraint = self._own.constraint
         masks = mask_rows(constraint, self._drafts, vocab) if constraint is not None else None
-        out = _Judged([], 0, len(self._drafts), RUNNING, False, [])
+        out = _Judged([], 0, len(self._drafts), RUNNING, False, [], [])
         while out.finish == RUNNING:
             index = len(out.tokens)
             scores = self._scores(index, masks[index] if masks is not None else None)
             draft = self._drafts[index] if index < len(self._drafts) else None
             token, is_kept, broken = self._decide(scores, index, draft)
-            out.fault |= broken
-            out.tokens.append(token)
-            out.scores.append(scores[0, 0])
             out.accepted += is_kept
-            if constraint is not None and not broken:
-                constraint.advance(token)
-            self._history = torch.cat([self._history, self._history.new_tensor([token])])
-            out.finish = self._ending(token)
+            self._take(out, index, token, scores, broken=broken)
             if not is_kept or broken:
                 break
         return out
+
+    def _run_tree(self, tree: Tree) -> _Judged:
+        """Say a token at each node and go on to the child that says the same; nothing is judged: drafts are certain."""
+        depths = [tree.depths[i + 1] for i, draft in enumerate(self._drafts) if draft >= 0]
+        out = _Judged([], 0, max(depths, default=0), RUNNING, False, [], [])
+        constraint, node = self._own.constraint, 0
+        while out.finish == RUNNING:
+            mask = mask_rows(constraint, (), self._logits.shape[1])[0] if constraint is not None else None
+            scores = self._scores(node, mask)
+            token, _, broken = self._decide(scores, node, None)
+            said = [c for c in tree.children[node] if self._drafts and self._drafts[c - 1] == token]
+            is_kept = bool(said) and not broken
+            out.accepted += is_kept
+            self._take(out, node, token, scores, broken=broken)
+            if not is_kept:
+                break
+            node = said[0]
+        return out
+
+    def _take(self, out: _Judged, row: int, token: int, scores: Tensor, *, broken: bool) -> None:
+        """Emit a token of a verify row."""
+        out.fault |= broken
+        out.tokens.append(token)
+        out.scores.append(scores[0, 0])
+        out.rows.append(row)
+        if self._own.constraint is not None and not broken:
+            self._own.constraint.advance(token)
+        self._history = torch.cat([self._history, self._history.new_tensor([token])])
+        out.finish = self._ending(token)
 
     def _scores(self, index: int, mask: Tensor | None) -> Tensor:
         """Return row ``index`` after all settings, [1, 1, vocab]: transformers' order, the constraint last."""

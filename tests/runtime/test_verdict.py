@@ -43,8 +43,8 @@ def test_equal_texts_are_lossless():
 def shift_cache_rows(rows):
     """K/V of every draft land one row too far."""
 
-    def planted(v, key, shape):
-        out = rows(v, key, shape)
+    def planted(v, key, shape, tree):
+        out = rows(v, key, shape, tree)
         own = shape.slots * (key.block + 1)
         row = out.cache_row.clone()
         draft = (torch.arange(own) % (key.block + 1) > 0) if key.block else torch.zeros(own, dtype=torch.bool)
@@ -57,8 +57,8 @@ def shift_cache_rows(rows):
 def shift_positions(rows):
     """Drafts are rotated as if they stood one position further on; K/V land where they should."""
 
-    def planted(v, key, shape):
-        out = rows(v, key, shape)
+    def planted(v, key, shape, tree):
+        out = rows(v, key, shape, tree)
         own = shape.slots * (key.block + 1)
         draft = torch.arange(out.token.shape[0]) % (key.block + 1) > 0
         draft = draft & (torch.arange(out.token.shape[0]) < own) if key.block else torch.zeros_like(draft)
