@@ -14,7 +14,16 @@ import torch
 from specc.artifact.manifest import Manifest
 from specc.artifact.package import open_package, read_summary
 from specc.backends import choose
-from specc.contracts import Draft, DrafterInfo, Method, MethodContext, ModelInfo, Rows, TensorSpec
+from specc.contracts import (
+    Draft,
+    DrafterInfo,
+    Method,
+    MethodContext,
+    ModelInfo,
+    Rows,
+    TensorSpec,
+    drafts_with,
+)
 from specc.device import resolve_device
 from specc.errors import ArtifactError, InputError, UnknownNameError, UnsupportedError
 from specc.files import read_path
@@ -94,8 +103,8 @@ def _misfits(manifest: Manifest) -> Iterator[tuple[str, object, object]]:
     known, drafter = METHODS.get(manifest.method), manifest.drafter
     if known is not None and known.needs_drafter and drafter is None:
         yield "drafter", "none", f"the one that method {known.name} needs"
-    if known is not None and drafter is not None and drafter.method != known.name:
-        yield "drafter.method", drafter.method, f"{known.name}, as method"
+    if known is not None and drafter is not None and drafter.method != drafts_with(known):
+        yield "drafter.method", drafter.method, f"{drafts_with(known)}, as method {known.name} takes"
     try:
         read_arguments(
             [0], None, defaults=manifest.generation, generation_config=None, given={}, seed=0,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from specc.checkpoints import read_drafter
-from specc.contracts import DrafterBundle, DrafterInfo, Method, ReadsFinalNorm
+from specc.contracts import DrafterBundle, DrafterInfo, DraftsTree, Method, ReadsFinalNorm, drafts_with
 from specc.errors import InputError, UnsupportedError
 from specc.files import read_path
 from specc.models.decoder_layer import final_norm
@@ -46,7 +46,7 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
         raise InputError("drafter", given, f"none: method {method.name!r} drafts without one")
     if isinstance(drafter, nn.Module):
         raise InputError("drafter", type(drafter).__name__, f"a checkpoint folder for method {method.name!r}")
-    bundle = read_drafter(read_path("drafter", drafter), target.info, method.name)
+    bundle = read_drafter(read_path("drafter", drafter), target.info, drafts_with(method))
     if isinstance(bundle.module, ReadsFinalNorm):
         bundle.module.attach(final_norm(target.module))
     weight = next(target.module.parameters())
@@ -55,7 +55,12 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
 
 
 def default_block(method: Method, info: DrafterInfo | None) -> int:
-    """Return the draft tokens a step where none are asked for: what its makers propose, else the whole block."""
+    """Return the draft tokens a step where none are asked for: what its makers propose, else the whole block.
+
+    Makers count the drafts of a chain, so a tree goes by its method.
+    """
+    if isinstance(method, DraftsTree):
+        return method.default_block
     if info is not None and info.proposed is not None:
         return info.proposed
     made = method.blocks(info)
@@ -65,7 +70,7 @@ def default_block(method: Method, info: DrafterInfo | None) -> int:
 
 
 def _shipped(method: Method, target: LoadedModel) -> Path:
-    folder = SHIPPED / target.info.name / method.name
+    folder = SHIPPED / target.info.name / drafts_with(method)
     if folder.is_dir():
         return folder
     raise InputError(

@@ -10,7 +10,7 @@ import torch
 
 from specc.checking.folder import FolderFacts
 from specc.checking.report import Effect, Finding
-from specc.contracts import DrafterBundle, Method
+from specc.contracts import DrafterBundle, Method, drafts_with
 from specc.drafters.layers import RopeConfig
 from specc.errors import SpeccError
 from specc.models.generation import tokenizer_difference
@@ -67,7 +67,7 @@ def _taps(method: Method, target: LoadedModel, bundle: DrafterBundle) -> Iterato
                 "normed one accepts less"
             ),
         )
-    if method.name == "eagle3" and taps == (1, layers // 2 - 1, layers - 4):
+    if drafts_with(method) == "eagle3" and taps == (1, layers // 2 - 1, layers - 4):
         yield (
             "loses",
             "taps",

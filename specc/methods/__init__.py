@@ -11,11 +11,14 @@ from specc.methods.dflash2 import DFlash2
 from specc.methods.draft_model import DraftModel
 from specc.methods.dspark import DSpark
 from specc.methods.eagle3 import Eagle3
+from specc.methods.eagle3_tree import Eagle3Tree
 from specc.methods.mtp import Mtp
 from specc.methods.ngram import Ngram
 from specc.methods.plain import Plain
 
-_ALL: tuple[Method, ...] = (Plain(), Ngram(), DraftModel(), Eagle3(), Mtp(), DFlash(), DSpark(), DFlash2())
+_ALL: tuple[Method, ...] = (
+    Plain(), Ngram(), DraftModel(), Eagle3(), Eagle3Tree(), Mtp(), DFlash(), DSpark(), DFlash2(),
+)  # fmt: skip
 METHODS = MappingProxyType({m.name: m for m in _ALL})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from specc import ops
-from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec
+from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec, drafts_with
 from specc.drafters.eagle3 import Eagle3Drafter
 from specc.methods.chain import Step, draft_chain, observe_chain
 
@@ -31,12 +31,12 @@ class Eagle3:
 
     def reject(self, target: ModelInfo, drafter: DrafterInfo | None, block: int) -> tuple[str, ...]:
         if drafter is None:
-            return ("eagle3 needs a drafter; give the folder of an EAGLE-3 checkpoint of this target",)
+            return (f"{self.name} needs a drafter; give the folder of an EAGLE-3 checkpoint of this target",)
         reasons = []
-        if drafter.method != self.name:
+        if drafter.method != drafts_with(self):
             reasons.append(f"the drafter {drafter.name} is made for {drafter.method}, not for {self.name}")
         if block < 1:
-            reasons.append(f"block is {block}; eagle3 drafts at least 1 token (plain is method='plain')")
+            reasons.append(f"block is {block}; {self.name} drafts at least 1 token (plain is method='plain')")
         if drafter.target_hidden != target.hidden:
             reasons.append(
                 f"the drafter reads target states of width {drafter.target_hidden}, the target's hidden size "

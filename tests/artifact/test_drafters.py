@@ -16,14 +16,16 @@ from safetensors.torch import load_file, save_file
 import specc
 from specc import cli
 from specc.artifact.package import Package
-from specc.errors import InputError
+from specc.errors import ArtifactError, InputError
 from specc.loading import load
 from specc.runtime.compiled import Compiled
 from tests import oracles
+from tests.packages import repack
 
 # Method, target, the drafter's folder, and the block: two MTP modules make one draft.
 PAIRS: dict[str, tuple[str, str, int]] = {
     "eagle3": ("llama", "drafters/eagle3-spec", 2),
+    "eagle3_tree": ("llama", "drafters/eagle3-spec", 5),
     "dspark": ("llama", "drafters/dspark-spec-vanilla", 2),
     "mtp": ("llama-mtp2", "targets/llama-mtp2", 1),
 }
@@ -101,7 +103,36 @@ def test_weights_are_there_once(method: str, folder: Path) -> None:
     assert package(method, folder).stat().st_size < 1.03 * sum(storages.values()) + 5e6
 
 
-@pytest.mark.parametrize("method", ["dspark", "mtp"])
+def test_a_packages_tree_is_the_one_it_was_saved_with(folder: Path) -> None:
+    """Settings that the package has not met are judged along its tree, and states come from the path kept."""
+    loaded = load(package("eagle3_tree", folder), device="cpu", backend="eager")
+    assert loaded.engine.builder.tree(5) == original("eagle3_tree").engine.builder.tree(5)
+    given = {**SEEDED, "top_p": 0.9, "repetition_penalty": 1.2, "output_hidden_states": True}
+    one, other = (
+        c.generate(prompt("eagle3_tree"), return_dict_in_generate=True, **given)
+        for c in (original("eagle3_tree"), loaded)
+    )
+    assert torch.equal(one.sequences, other.sequences)
+    for mine, theirs in zip(
+        *(torch.utils._pytree.tree_leaves(r.hidden_states) for r in (one, other)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parents", "says"),
+    [([0, 1, 2, 3, 0, 0], "6 drafts"), ([0, 0, 1, 9, 1], "draft 3 continues node 9"), ([], "0 drafts"), ([0.5], "tree"),
+     ([0, 1, 2, 3, 4], "record")],
+)  # fmt: skip
+def test_a_wrong_tree_is_refused(folder: Path, tmp_path: Path, parents: list[Any], says: str) -> None:
+    path = repack(
+        package("eagle3_tree", folder), tmp_path / "x.specc", manifest=lambda m: m.update(tree=parents)
+    )
+    with pytest.raises(ArtifactError, match=says):
+        load(path, device="cpu", backend="eager")
+
+
+@pytest.mark.parametrize("method", ["dspark", "mtp", "eagle3_tree"])
 def test_verified_against_the_original(method: str, folder: Path) -> None:
     target, drafter = places(method)
     given = {"original": target, "drafter": drafter, "backend": "eager", "device": "cpu"}
