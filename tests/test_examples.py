@@ -19,6 +19,7 @@ RUNS = {
     "ngram": ("llama", None, True),
     "draft_model": ("llama", "drafters/draft-llama", False),
     "eagle3": ("llama", "drafters/eagle3-spec", True),
+    "eagle3_tree": ("llama", "drafters/eagle3-spec", True),
     "mtp": ("glm4moe-mtp1", None, True),
     "dflash": ("qwen3", "drafters/dflash-zlab", True),
     "dspark": ("llama", "drafters/dspark-spec-vanilla", True),

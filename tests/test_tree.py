@@ -304,6 +304,24 @@ def test_coupled_text_is_plain_decodings_under_every_setting(name):
     assert stats(rig, **given).stats.accepted > 3
 
 
+def test_ratio_text_does_not_depend_on_the_tree():
+    """The target draws its own token at every node, by numbers of the position."""
+    given = {
+        "eos_token_id": None,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 30,
+        "seed": 9,
+        "accept": "ratio",
+    }
+    texts = []
+    for shape in (BUSHY, Tree((0, 1, 2))):
+        rig = known("llama", shape)
+        texts.append(generate(rig.at(len(shape.parents)), PROMPTS, COUNT, **given))
+    assert texts[0] == texts[1]
+    assert texts[0] != own_text("llama", PROMPTS, COUNT)
+
+
 def test_processors_of_a_users_own_see_the_accepted_path_alone():
     rig = known("llama")
     calls: dict[str, list[list[int]]] = {"plain": [], "tree": []}
