@@ -22,6 +22,7 @@ from specc.errors import InputError, UnsupportedError
 from specc.models.load import LoadedModel
 from specc.runtime.scheduler import Request
 from specc.training import prompts as prompting
+from specc.training.recipes import compose
 from specc.training.record import Recorded, TargetRunner
 from specc.training.shards import list_shards, read_facts, write_shard
 
@@ -46,7 +47,8 @@ class DataPlan:
         slots: Sequences that run at once.
         shard_tokens: Answer tokens of a shard: what a kill can lose.
         greedy: Share of the answers that are greedy; the rest are sampled at a temperature of 0.7 to 1.0.
-        sourced: Share of tasks about one of the target's earlier answers, where a category has such.
+        composed: Share of prompts put together from parts (`training.recipes`), in English; the target writes the rest.
+        sourced: Of those, the share of tasks about one of the target's earlier answers, where a category has such.
         followed: Share of short answers that the target goes on from with a second user turn.
         seed: Of everything that is drawn.
     """
@@ -58,6 +60,7 @@ class DataPlan:
     slots: int = 32
     shard_tokens: int = 8192
     greedy: float = 0.5
+    composed: float = 0.4
     sourced: float = 0.6
     followed: float = 0.2
     seed: int = 0
@@ -175,15 +178,15 @@ class Collector:
         return self._next
 
     def _invent(self, chance: random.Random) -> Request | None:
-        """Return the request for a new prompt, or None when a task with a source needed no writing."""
+        """Return the request for a new prompt, or None when one needed no writing."""
         seed = self._seed()
         category = prompting.CATEGORIES[seed % len(prompting.CATEGORIES)]
+        if chance.random() < self.plan.composed:
+            self._ask(category, compose(category, chance), "composed", may_resemble=True)
+            return None
         text = self._sourced(category, chance) if chance.random() < self.plan.sourced else None
         if text is not None:
-            if self._keep(text):
-                conversation = _Conversation(category, "", "own text")
-                conversation.ask(text)
-                self._queue.append(conversation)
+            self._ask(category, text, "own text")
             return None
         opener = ""
         if chance.random() < 0.75:
@@ -191,6 +194,13 @@ class Collector:
             if category == "chat" and chance.random() < 0.25:
                 opener += f" about {chance.choice(prompting.TOPICS)}"
         return self._write(_Conversation(category if opener else "bare", opener, ""), chance, seed)
+
+    def _ask(self, category: str, text: str, setting: str, *, may_resemble: bool = False) -> None:
+        """Queue a prompt that is ready, if it is of use."""
+        if self._keep(text, may_resemble=may_resemble):
+            conversation = _Conversation(category, "", setting)
+            conversation.ask(text)
+            self._queue.append(conversation)
 
     def _sourced(self, category: str, chance: random.Random) -> str | None:
         """Return a task about something that the target wrote, or None where there is nothing yet."""
@@ -273,8 +283,10 @@ class Collector:
                 "Give prompts in a file.",
             )
 
-    def _keep(self, text: str) -> bool:
-        why = prompting.fault(text, self._specials) or self.seen.fault(text)
+    def _keep(self, text: str, *, may_resemble: bool = False) -> bool:
+        """Return whether a prompt is of use; ``may_resemble`` lets one pass that shares most words with others."""
+        alike = ("duplicate" if text in self.seen else None) if may_resemble else self.seen.fault(text)
+        why = prompting.fault(text, self._specials) or alike
         if why is None and len(self._encode(text)) > 5 * self.plan.capacity // 8:
             why = "too long"
         if why is None and self.evaluation.is_close(text):

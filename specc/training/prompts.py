@@ -137,6 +137,9 @@ class Seen:
     def __len__(self) -> int:
         return len(self._exact)
 
+    def __contains__(self, text: str) -> bool:
+        return tuple(words(text)) in self._exact
+
     def add(self, text: str) -> None:
         found = words(text)
         self._exact.add(tuple(found))

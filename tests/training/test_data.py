@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from specc.errors import UnsupportedError
 from specc.models.load import LoadedModel, load_target
 from specc.training.data import Collector, DataPlan
 from specc.training.feeding import HELD_OUT, Cursor, Feed
-from specc.training.prompts import Evaluation
+from specc.training.prompts import CATEGORIES, Evaluation, fault
+from specc.training.recipes import PARTS, compose
 from specc.training.record import Recorded, TargetRunner
 from specc.training.shards import list_shards, read_facts, read_shard
 from tests.methods.harness import record
 from tests.tiny import tiny_model, tiny_tokenizer
 
 TAPS = (1, 3)
-PLAN = DataPlan(200, answer_tokens=16, prompt_tokens=40, capacity=72, slots=6, shard_tokens=40)
+PLAN = DataPlan(200, answer_tokens=16, prompt_tokens=40, capacity=72, slots=6, shard_tokens=40, composed=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ class Scripted:
 
 def test_short_answers_are_followed_by_a_second_turn(target: LoadedModel, tmp_path: Path) -> None:
     scripted: Any = Scripted(target.tokenizer)
-    plan = DataPlan(600, 16, 24, capacity=192, shard_tokens=100, sourced=0.0, followed=1.0)
+    plan = DataPlan(600, 16, 24, capacity=192, shard_tokens=100, composed=0.0, sourced=0.0, followed=1.0)
     Collector(target, scripted, tmp_path, plan).run()
     kept = [entry for path in list_shards(tmp_path) for entry in read_facts(path)["prompts"]]
     sequences = [example for path in list_shards(tmp_path) for example in read_shard(path)]
@@ -137,7 +140,7 @@ def test_short_answers_are_followed_by_a_second_turn(target: LoadedModel, tmp_pa
 
 def test_tasks_hold_what_the_target_wrote(target: LoadedModel, tmp_path: Path) -> None:
     scripted: Any = Scripted(target.tokenizer)
-    plan = DataPlan(900, 16, 24, capacity=192, shard_tokens=100, sourced=1.0, followed=0.0)
+    plan = DataPlan(900, 16, 24, capacity=192, shard_tokens=100, composed=0.0, sourced=1.0, followed=0.0)
     Collector(target, scripted, tmp_path, plan).run()
     facts = [read_facts(path) for path in list_shards(tmp_path)]
     sourced = [e for f in facts for e in f["prompts"] if e["setting"].startswith("own text")]
@@ -148,9 +151,43 @@ def test_tasks_hold_what_the_target_wrote(target: LoadedModel, tmp_path: Path) -
     assert all(any(answer in entry["text"] for answer in answers) for entry in sourced)
 
 
+def test_composed_prompts_may_resemble_each_other_but_none_of_the_evaluation(
+    target: LoadedModel, tmp_path: Path
+) -> None:
+    scripted: Any = Scripted(target.tokenizer)
+    plan = DataPlan(600, 16, 24, capacity=600, shard_tokens=100, composed=1.0, followed=0.0)
+    chance = random.Random(5)
+    kept_out = {compose(category, chance) for category in ("chat", "list", "maths") for _ in range(150)}
+    Collector(target, scripted, tmp_path, plan, None, Evaluation(kept_out)).run()
+    facts = [read_facts(path) for path in list_shards(tmp_path)]
+    kept = [e for f in facts for e in f["prompts"]]
+    assert len({e["text"] for e in kept}) == len(kept) > 30
+    assert {e["category"] for e in kept} == set(CATEGORIES)
+    assert all(e["setting"].startswith("composed, ") for e in kept)
+    assert sum(f["flagged"] for f in facts) > 0
+    assert not {e["text"] for e in kept} & kept_out
+    # The same seed walks the same way.
+    assert [compose("chat", random.Random(3)) for _ in range(2)] == [compose("chat", random.Random(3))] * 2
+
+
+def test_every_part_of_a_recipe_is_there_and_used() -> None:
+    slots = {
+        name
+        for texts in PARTS.values()
+        for text in texts
+        for name in re.findall(r"\{(\w+)\}", text.replace("{{", "").replace("}}", ""))
+    }
+    assert slots - {"n1", "n2", "n3"} == set(PARTS) - set(CATEGORIES)
+    chance = random.Random(1)
+    for category in CATEGORIES:
+        texts = [compose(category, chance) for _ in range(400)]
+        assert len(set(texts)) > 200, category
+        assert not [t for t in texts if fault(t) not in (None, "short") or re.search(r"\{[a-z]\w*\}|  |\x00|\x01| \n", t.replace("    ", ""))]
+
+
 def test_batches_are_of_like_length_and_leave_nothing_out(target: LoadedModel, tmp_path: Path) -> None:
     scripted: Any = Scripted(target.tokenizer)
-    plan = DataPlan(3000, 16, 24, capacity=192, shard_tokens=100, followed=0.5)
+    plan = DataPlan(3000, 16, 24, capacity=192, shard_tokens=100, composed=0.0, followed=0.5)
     Collector(target, scripted, tmp_path, plan).run()
     feed, alone = Feed(tmp_path, 0, batch=4), Feed(tmp_path, 0)
     count = sum(len(read_facts(path)["prompts"]) for path in list_shards(tmp_path))
