@@ -28,6 +28,14 @@ def train(
     slots: Annotated[
         int, typer.Option(min=1, help="Answers made at once; more are faster as long as memory lasts.")
     ] = 32,
+    composed: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the prompts put together from English parts; the model writes the rest.",
+        ),
+    ] = 0.4,
     minutes: Annotated[
         float | None, typer.Option(metavar="M", help="Minutes of training; making data takes its own.")
     ] = None,
@@ -90,7 +98,8 @@ def train(
     from specc.api import LossOptions
 
     report = api.train(
-        model, method=method, output=output, prompts=prompts, tokens=tokens, slots=slots, minutes=minutes, steps=steps,
+        model, method=method, output=output, prompts=prompts, tokens=tokens, slots=slots, composed=composed,
+        minutes=minutes, steps=steps,
         draft_vocab=draft_vocab, layers=layers, block=block, markov_rank=markov_rank, selector_rank=selector_rank,
         taps=chosen, start=start, batch=batch, rate=rate, seed=seed, avoid=avoid, data=data, resume=resume,
         loss=LossOptions(soft=soft, anchors=anchors), dtype=dtype, device=device, backend=backend, say=console.say,

@@ -52,6 +52,7 @@ class TrainOptions:
         resume: Go on with the run in ``output``.
         avoid: Evaluation prompts, a JSONL file or a folder of them, that nothing trained on may resemble.
         data: The folder of shards; None = in the cache, by the target's fingerprint and the taps.
+        composed: Share of prompts that are put together from English parts rather than written by the target.
         slots, answer_tokens: Sequences answered at once, and the cap on an answer.
         batch, rate, seed, save_minutes, report_steps, held_out: See `training.loop.Plan`.
         loss: Weights of the objective's terms.
@@ -76,6 +77,7 @@ class TrainOptions:
     data: Path | str | None = None
     slots: int = 32
     answer_tokens: int = 192
+    composed: float = 0.4
     capacity: int = 640
     batch: int = 4
     rate: float = 6e-4
@@ -98,6 +100,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise InputError(name, value, "a number above 0")
+        if not (isinstance(self.composed, int | float) and 0 <= self.composed <= 1):
+            raise InputError("composed", self.composed, "a share from 0 to 1")
         if self.minutes is None and self.steps is None:
             raise InputError("minutes", None, "minutes or steps: a run needs an end")
 
@@ -199,6 +203,7 @@ def collect(
         capacity=min(options.capacity, target.info.max_position),
         slots=options.slots,
         shard_tokens=max(min(wanted // 8, 8192), 64),
+        composed=options.composed,
         seed=options.seed,
     )
     runner = TargetRunner(target, taps, slots=plan.slots, capacity=plan.capacity, backend=backend)
