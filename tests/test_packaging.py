@@ -60,7 +60,9 @@ def test_version_is_written_once_everywhere() -> None:
 def test_console_script_and_typing_marker() -> None:
     (script,) = [e for e in importlib.metadata.entry_points(group="console_scripts") if e.name == "specc"]
     assert script.load() is importlib.import_module("specc.cli").main
-    assert PROJECT["tool"]["setuptools"]["package-data"]["specc"] == ["py.typed", "shipped/*/*/*"]
+    assert PROJECT["tool"]["setuptools"]["package-data"]["specc"] == [
+        "py.typed", "shipped/*/*/*", "training/*.toml",
+    ]  # fmt: skip
     assert (ROOT / "specc" / "py.typed").is_file()
 
 
