@@ -193,6 +193,12 @@ def go_on_from(
     info, module = bundle.info, bundle.module
     if sizes.taps is not None and tuple(sizes.taps) != info.taps:
         raise InputError("taps", sizes.taps, f"none, or those that {sizes.start} reads: {info.taps}")
+    if isinstance(module.config, Eagle3Config) and not module.config.own_head:
+        raise UnsupportedError(
+            f"training {sizes.start} further",
+            ["it has no head of its own, and EAGLE-3's objective is taken over one"],
+            "Start from a drafter with a head, or leave start out: a new one begins with a copy of the target's.",
+        )
     module, config = _resized(sizes, module, counts, target_parts(target).head)
     module.requires_grad_()
     if config.own_head:

@@ -16,11 +16,13 @@ import torch
 
 import specc
 from specc.cli.train import train
-from specc.errors import InputError, UnknownNameError
+from specc.contracts import DrafterBundle
+from specc.drafters.eagle3 import Eagle3Drafter
+from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.models.load import LoadedModel, load_target
 from specc.training.loop import Plan, Trainer, summarize
 from specc.training.run import TrainOptions
-from specc.training.start import METHODS, Sizes, go_on_from
+from specc.training.start import METHODS, Sizes, go_on_from, make_drafter
 from specc.training.terms import LossOptions, Result
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -357,3 +359,14 @@ def test_a_head_of_its_own_gets_no_rows_of_the_targets(
     assert set(cut.target_ids.tolist()) <= had
     with pytest.raises(InputError, match="head of its own"):
         go_on_from(Sizes("eagle3", draft_vocab=80, start=str(tmp_path / "first")), target, counts)
+
+
+def test_an_eagle3_drafter_without_a_head_is_refused(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, module = make_drafter(Sizes("eagle3", draft_vocab=40, taps=TAPS), target, torch.ones(96), 0)
+    config = replace(module.config, own_head=False, maps_ids=False, draft_vocab=96)
+    bundle = DrafterBundle(replace(info, config=config, vocab=96), Eagle3Drafter(config))
+    monkeypatch.setattr("specc.training.start.read_drafter", lambda *_: bundle)
+    with pytest.raises(UnsupportedError, match="no head of its own"):
+        go_on_from(Sizes("eagle3", start="somewhere"), target)
