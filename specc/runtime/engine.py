@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SlotRecord:
-    """What one step did to one slot."""
+    """What one step did to one slot; of a tree, ``drafted`` is how deep it was."""
 
     tokens: tuple[int, ...]
     accepted: int

@@ -10,7 +10,10 @@ from specc.runtime.engine import SlotRecord
 
 @dataclass
 class Stats:
-    """What a generation did and how long it took; times in seconds unless the name says otherwise."""
+    """What a generation did and how long it took; times in seconds unless the name says otherwise.
+
+    Of a tree, drafts are counted by depth: the guesses for one position count as one.
+    """
 
     steps: int = 0  # steps of a slot in which it emitted tokens
     tokens: int = 0
