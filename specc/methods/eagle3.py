@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from specc import ops
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec, drafts_with
 from specc.drafters.eagle3 import Eagle3Drafter
-from specc.methods.chain import Step, draft_chain, observe_chain
+from specc.methods.chain import draft_chain, observe_chain
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,28 @@ class Eagle3:
         return specs
 
     def observe(self, context: MethodContext, rows: Rows) -> None:
-        observe_chain(context, rows, _step(context))
+        observe_chain(context, rows, rows_step(context))
 
     def draft(self, context: MethodContext) -> Draft:
-        return draft_chain(context, _step(context), self.draft_attention_window)
+        return draft_chain(context, rows_step(context), self.draft_attention_window)
 
 
-def _step(context: MethodContext) -> Step:
+def rows_step(context: MethodContext) -> Callable[..., Tensor]:
+    """Return what runs the drafter's rows: a `chain.Step`, and with ``last`` and ``path`` a `tree.Step`."""
     drafter: Eagle3Drafter = context.drafter
     scale = drafter.config.layer.scale
 
     def step(
-        feature: Tensor, embedding: Tensor, position: Tensor, slot: Tensor, cache_row: Tensor, first: Tensor
-    ) -> Tensor:
+        feature: Tensor, embedding: Tensor, position: Tensor, slot: Tensor, cache_row: Tensor, first: Tensor,
+        last: Tensor | None = None, path: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        branch = () if path is None else (None, None, path)
+        last = cache_row if last is None else last
+
         def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             caches = context.state[f"key.{index}"], context.state[f"value.{index}"]
             attended: Tensor = ops.attend(
-                query, key, value, *caches, slot, cache_row, first, cache_row, scale
+                query, key, value, *caches, slot, cache_row, first, last, scale, *branch
             )
             return attended
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from specc import ops
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo
-from specc.drafters.eagle3 import Eagle3Drafter
-from specc.methods.eagle3 import Eagle3
-from specc.methods.tree import Step, draft_tree
+from specc.methods.eagle3 import Eagle3, rows_step
+from specc.methods.tree import draft_tree
 from specc.tree import MOST_NODES, Tree, likeliest_tree
 
 # How often the text was the drafter's likeliest, second likeliest .. token, given that all before it in the path was
@@ -57,25 +53,4 @@ class Eagle3Tree(Eagle3):
 
     def draft(self, context: MethodContext) -> Draft:
         assert context.tree is not None, "the spine gives a tree to a method that declares one"
-        return draft_tree(context, _step(context), context.tree)
-
-
-def _step(context: MethodContext) -> Step:
-    drafter: Eagle3Drafter = context.drafter
-    scale = drafter.config.layer.scale
-
-    def step(
-        feature: Tensor, embedding: Tensor, position: Tensor, slot: Tensor, cache_row: Tensor, last: Tensor,
-        path: Tensor,
-    ) -> Tensor:  # fmt: skip
-        def attend(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            caches = context.state[f"key.{index}"], context.state[f"value.{index}"]
-            attended: Tensor = ops.attend(
-                query, key, value, *caches, slot, cache_row, last.new_zeros(last.shape), last, scale,
-                None, None, path,
-            )  # fmt: skip
-            return attended
-
-        return drafter.step(feature, embedding, position, attend)
-
-    return step
+        return draft_tree(context, rows_step(context), context.tree)

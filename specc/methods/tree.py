@@ -15,8 +15,8 @@ from torch import Tensor
 from specc.contracts import Draft, MethodContext
 from specc.tree import Tree, table
 
-Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(feature, embedding, position, slot, cache_row, last, path) -> output [rows, hidden]; writes the rows' K/V."""
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(feature, embedding, position, slot, cache_row, first, last, path) -> output [rows, hidden]; writes the rows' K/V."""
 
 
 def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
@@ -54,7 +54,7 @@ def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
         last = newest[:, None].expand_as(place)
         feature = drafter.carried(torch.stack([carried[node] for node in parents], 1).flatten(0, 1))
         embedding = drafter.embed(token.flatten(), context.embed)
-        rows = (position.clamp(min=0), slot, cache_row, last, path)
+        rows = (position.clamp(min=0), slot, cache_row, torch.zeros_like(place), last, path)
         output = step(feature, embedding, *(t.flatten() for t in rows)).view(slots, width, -1)
     return Draft(torch.stack([drafts[node] for node in range(1, tree.nodes)], 1))
 
