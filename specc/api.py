@@ -15,13 +15,13 @@ from specc import methods
 from specc.benchmark import BenchOptions, BenchReport, run_bench
 from specc.build import PASS_NAMES, StepBuilder, Target, choose, make_drafter, make_target
 from specc.checking import PROBE_TOKENS, Report, check_pair
-from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, Method
+from specc.contracts import ACCEPT_RULES, AcceptRule, DrafterBundle, DraftsTree, Method
 from specc.errors import InputError, UnknownNameError, UnsupportedError
 from specc.files import read_path, writing
 from specc.loading import load
 from specc.models.cache import CacheReport, report_cache
 from specc.models.load import LoadedModel, load_target
-from specc.pairing import default_block, find_drafter
+from specc.pairing import default_block, find_drafter, reasons_against
 from specc.prompts import built_in_prompts, read_prompts
 from specc.runtime import bitwise
 from specc.runtime.compiled import Compiled
@@ -153,6 +153,12 @@ def compile(
         raise InputError(
             "block", None, "with exact='bitwise', plain needs the block of the object that it is to equal"
         )
+    if exact and isinstance(chosen, DraftsTree):
+        raise UnsupportedError(
+            f"exact={exact!r} with method {chosen.name!r}",
+            ["a tree's rows see what no row of plain decoding does, so bits may differ"],
+            "Leave exact out, or take a method that drafts a chain.",
+        )
     if isinstance(model, Prepared):
         target = model.loaded
     else:
@@ -165,7 +171,7 @@ def compile(
     length = default_block(chosen, info) if options.block is None else options.block
     # Plain decoding drafts nothing, but with exact="bitwise" it runs as many rows as the block has.
     drafts = 0 if exact and chosen.name == "plain" else length
-    reasons = chosen.reject(target.info, info, drafts) if length or chosen.name == "plain" else ()
+    reasons = reasons_against(chosen, target.info, info, drafts) if length or chosen.name == "plain" else ()
     if reasons:
         raise UnsupportedError(f"method {chosen.name!r} cannot run this pair", reasons)
     capacity = _capacity(options.max_length, target)
@@ -178,12 +184,9 @@ def compile(
         options.disable_passes,
         options.dump,
     )
-    if builder.tree(length) is not None and exact:
-        raise UnsupportedError(
-            f"exact={exact!r} with method {chosen.name!r}",
-            ["a tree's rows see what no row of plain decoding does, so bits may differ"],
-            "Leave exact out, or take a method that drafts a chain.",
-        )
+    builder.tree(
+        length
+    )  # refused now, not in the first step, where the trace finds a window that no setting names
     engine = Engine(builder, runner, min(bitwise.FEED_ROWS if exact else FEED_ROWS, capacity))
     if exact:
         bitwise.check_bitwise(engine, length)

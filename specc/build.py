@@ -127,6 +127,15 @@ class StepBuilder:
 
     def __post_init__(self) -> None:
         self.device = next(self.target.module.parameters()).device
+        self._trees: dict[int, Tree] = {}
+        needed = {"insert_taps": bool(self.taps), "follow_tree": isinstance(self.method, DraftsTree)}
+        for name in self.disable:
+            if needed.get(name):
+                raise UnsupportedError(
+                    f"disable_passes with {name!r} and method {self.method.name!r}",
+                    ["the method needs what this pass makes of the target"],
+                    "Disable another pass, or take another method.",
+                )
         traced = self.target.traced
         known = {p.name for p in STEP_PIPELINE}
         passes = rows_pipeline(
@@ -174,6 +183,8 @@ class StepBuilder:
         """
         if not block or not isinstance(self.method, DraftsTree):
             return None
+        if block in self._trees:
+            return self._trees[block]
         tree = self.method.tree(block)
         windows = [c.window for c in self.traced.caches.values() if c.window is not None]
         if min(windows, default=tree.height + 1) <= tree.height:
@@ -182,6 +193,7 @@ class StepBuilder:
                 [f"a path of {tree.height} drafts reaches past its sliding window of {min(windows)}"],
                 "Give a smaller block.",
             )
+        self._trees[block] = tree
         return tree
 
     def state(self) -> dict[str, TensorSpec]:

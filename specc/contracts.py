@@ -160,9 +160,7 @@ class MethodContext:
     draw: Draw
     vocab: int = 0  # width of the target's logits
     drafter_limit: int | None = None  # positions the drafter's tables cover; None = no end
-    tree: Tree | None = (
-        None  # the shape of the draft, where it is a tree; its drafts are in the order of the nodes
-    )
+    tree: Tree | None = None  # `draft` only: the shape of a draft that is a tree; draft i is node i + 1
 
     @property
     def anchor(self) -> Tensor:
@@ -224,7 +222,7 @@ class DraftsTree(Protocol):
     """A method whose drafts are a tree rather than a chain; all of them are point masses."""
 
     def tree(self, block: int) -> Tree:
-        """Return the shape of a draft of ``block`` tokens, 1 or more."""
+        """Return the shape of a draft of ``block`` tokens, 1 or more: always the same for the same block."""
 
 
 @runtime_checkable

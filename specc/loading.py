@@ -17,6 +17,7 @@ from specc.backends import choose
 from specc.contracts import (
     Draft,
     DrafterInfo,
+    DraftsTree,
     Method,
     MethodContext,
     ModelInfo,
@@ -105,6 +106,8 @@ def _misfits(manifest: Manifest) -> Iterator[tuple[str, object, object]]:
         yield "drafter", "none", f"the one that method {known.name} needs"
     if known is not None and drafter is not None and drafter.method != drafts_with(known):
         yield "drafter.method", drafter.method, f"{drafts_with(known)}, as method {known.name} takes"
+    if known is not None and isinstance(known, DraftsTree) != (manifest.tree is not None):
+        yield "tree", "none" if manifest.tree is None else "a tree", f"what method {known.name} drafts"
     try:
         read_arguments(
             [0], None, defaults=manifest.generation, generation_config=None, given={}, seed=0,
@@ -172,6 +175,7 @@ class PackageSummary:
             "path": self.path, "specc": held.specc, "torch": held.torch, "saved on": asdict(held.made_on),
             "model": held.model.name, "model type": held.model.model_type, "dtype": str(held.model.dtype),
             "method": held.method, "block": held.block, "accept": held.accept, "taps": list(held.taps),
+            "tree": None if held.tree is None else list(held.tree.parents),
             "drafter": None if held.drafter is None else f"{held.drafter.name} ({held.drafter.layout})",
             "slots": held.shape.slots, "max length": held.shape.capacity, "feed": held.feed,
             "settings": ["greedy", *("+".join(f) for f in held.families)],

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specc.tree import MOST_DRAFTS
+
 _LIB = torch.library.Library("specc", "DEF")
 
 # attend: rows write their K/V into the caches, then each row reads cache rows first..last of its slot.
@@ -43,7 +45,7 @@ def _visible(index: Tensor, first: Tensor, last: Tensor, path: Tensor | None) ->
     if path is None:
         return visible
     behind = index - last[:, None] - 1
-    return visible | ((behind >= 0) & ((path[:, None] >> behind.clamp(0, 62)) & 1 > 0))
+    return visible | ((behind >= 0) & ((path[:, None] >> behind.clamp(0, MOST_DRAFTS)) & 1 > 0))
 
 
 def _attend_slot(

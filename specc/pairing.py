@@ -8,12 +8,22 @@ from typing import Any
 from torch import nn
 
 from specc.checkpoints import read_drafter
-from specc.contracts import DrafterBundle, DrafterInfo, DraftsTree, Method, ReadsFinalNorm, drafts_with
+from specc.contracts import (
+    DrafterBundle,
+    DrafterInfo,
+    DraftsTree,
+    Method,
+    ModelInfo,
+    ReadsFinalNorm,
+    drafts_with,
+)
 from specc.errors import InputError, UnsupportedError
 from specc.files import read_path
 from specc.models.decoder_layer import final_norm
 from specc.models.generation import tokenizer_difference
+from specc.models.info import shortest_window
 from specc.models.load import LoadedModel, load_drafter_model
+from specc.tree import Tree
 
 SHIPPED = (
     Path(__file__).resolve().parent / "shipped"
@@ -46,12 +56,30 @@ def find_drafter(method: Method, target: LoadedModel, drafter: Any) -> DrafterBu
         raise InputError("drafter", given, f"none: method {method.name!r} drafts without one")
     if isinstance(drafter, nn.Module):
         raise InputError("drafter", type(drafter).__name__, f"a checkpoint folder for method {method.name!r}")
-    bundle = read_drafter(read_path("drafter", drafter), target.info, drafts_with(method))
+    bundle = read_drafter(read_path("drafter", drafter), target.info, drafts_with(method), asked=method.name)
     if isinstance(bundle.module, ReadsFinalNorm):
         bundle.module.attach(final_norm(target.module))
     weight = next(target.module.parameters())
     bundle.module.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(requires_grad=False)
     return bundle
+
+
+def reasons_against(
+    method: Method, target: ModelInfo, drafter: DrafterInfo | None, block: int
+) -> tuple[str, ...]:
+    """Return every reason why a method cannot run a pair with a block: its own, and what speaks against its tree."""
+    reasons = method.reject(target, drafter, block)
+    if reasons or not block or not isinstance(method, DraftsTree):
+        return reasons
+    made: object = method.tree(block) if callable(method.tree) else method.tree
+    if not isinstance(made, Tree):
+        return (f"its tree({block}) is no specc.tree.Tree but {type(made).__name__}",)
+    if len(made.parents) != block:
+        return (f"its tree({block}) has {len(made.parents)} drafts instead of {block}",)
+    window = shortest_window(target)
+    if window is not None and window <= made.height:
+        return (f"a path of {made.height} drafts reaches past the target's sliding window of {window}",)
+    return ()
 
 
 def default_block(method: Method, info: DrafterInfo | None) -> int:

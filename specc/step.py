@@ -25,6 +25,7 @@ from specc.contracts import (
     Stage,
     TensorSpec,
 )
+from specc.errors import UnsupportedError
 from specc.ops import move_rows, put, store
 from specc.sampling import SamplingContext, is_sampled, process, settings_columns
 from specc.sampling.accept import Accepted
@@ -149,12 +150,18 @@ def draft_stage(
         return method.draft(replace(context, running=ready, tree=tree))
 
     draft = parts.drafter(v, run)
-    assert isinstance(draft, Draft)
+    if not isinstance(draft, Draft) or not _is_draft(draft.tokens, (shape.slots, key.block)):
+        made = draft.tokens if isinstance(draft, Draft) else draft
+        found = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        raise UnsupportedError(
+            f"method {method.name!r} cannot be run",
+            [f"its draft is {'' if isinstance(draft, Draft) else 'no Draft but '}{found}"],
+            f"Return a contracts.Draft of whole numbers [{shape.slots}, {key.block}], -1 where there is none.",
+        )
     # A draft for a position the slot cannot hold has no row to be verified in.
     length = v["state.length"][:, None]
-    position = length + torch.arange(
-        key.block, device=draft.tokens.device
-    )  # of a tree: the row's place, not less
+    # A tree's drafts stand in the cache one behind the other, never at less than their position.
+    position = length + torch.arange(key.block, device=draft.tokens.device)
     fits = (position < shape.capacity) & ready[:, None]
     if shape.switch is not None:
         # Rows on both sides of the switch cannot share a cache: the scheduler feeds the slot again in between.
@@ -167,6 +174,12 @@ def draft_stage(
     if draft.confidence is not None:
         out["draft.confidence"] = draft.confidence
     return out
+
+
+def _is_draft(tokens: object, shape: tuple[int, int]) -> bool:
+    if not isinstance(tokens, Tensor) or tokens.shape != shape:
+        return False
+    return not tokens.is_floating_point() and tokens.dtype is not torch.bool
 
 
 def verify_stage(

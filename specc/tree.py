@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specc.errors import InputError
 
-MOST_NODES = 62  # a node's path is a set of bits in an int64
+MOST_DRAFTS = 62  # a node's path is a set of bits in an int64; attend_cpu.py's source knows the number, too
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.parents) <= MOST_NODES:
-            raise InputError("tree", f"{len(self.parents)} drafts", f"1 to {MOST_NODES}")
+        if not 1 <= len(self.parents) <= MOST_DRAFTS:
+            raise InputError("tree", f"{len(self.parents)} drafts", f"1 to {MOST_DRAFTS}")
         for index, parent in enumerate(self.parents):
             if not 0 <= parent <= index:
                 raise InputError(
@@ -102,6 +102,9 @@ def likeliest_tree(drafts: int, ranks: Sequence[float], height: int) -> Tree:
         drafts: How many.
         ranks: ``ranks[r]`` is the chance that the drafter's r-th likeliest token is the text's; falling.
         height: The most drafts in a row.
+
+    Returns:
+        A tree of fewer drafts where ``ranks`` and ``height`` leave room for no more.
     """
     open_: list[tuple[float, tuple[int, ...]]] = [(ranks[0], (0,))]
     chosen: list[tuple[int, ...]] = []

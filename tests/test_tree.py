@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import specc
 from specc import ops
 from specc.backends.kernels.attend_cpu import attend_cpu
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo, Rows, TensorSpec
@@ -20,8 +21,8 @@ from specc.errors import InputError, UnsupportedError
 from specc.ops import _attend_device
 from specc.sampling import SamplingContext, process
 from specc.sampling.accept_tree import as_slots
-from specc.tree import MOST_NODES, Tree, likeliest_tree, table
-from tests.rig import Rig, generate, own_text, padded
+from specc.tree import MOST_DRAFTS, Tree, likeliest_tree, table
+from tests.rig import Rig, generate, loaded, own_text, padded
 from tests.tiny import VOCAB, WINDOW
 
 #        1     2     3
@@ -58,7 +59,7 @@ def test_masks_hold_exactly_the_ancestors(tree):
         assert len(line) == tree.depths[node]
 
 
-@pytest.mark.parametrize("parents", [(), (1,), (0, -1), (0, 1, 4), (0,) * (MOST_NODES + 1)])
+@pytest.mark.parametrize("parents", [(), (1,), (0, -1), (0, 1, 4), (0,) * (MOST_DRAFTS + 1)])
 def test_a_wrong_shape_is_refused(parents):
     with pytest.raises(InputError, match="tree"):
         Tree(parents)
@@ -70,9 +71,9 @@ def test_the_likeliest_tree_takes_the_likeliest_paths():
     # 0.6, 0.36, 0.25, 0.216, then 0.15 twice: (0, 1) before (1, 0).
     assert likeliest_tree(5, ranks, 4) == Tree((0, 0, 1, 1, 3))
     assert likeliest_tree(5, ranks, 1) == Tree((0, 0, 0)), "there are no more of that height"
-    big = likeliest_tree(MOST_NODES, ranks, 6)
+    big = likeliest_tree(MOST_DRAFTS, ranks, 6)
     assert big.height == 6
-    assert len(big.parents) == MOST_NODES
+    assert len(big.parents) == MOST_DRAFTS
 
 
 def test_a_table_is_no_copy_from_the_host():
@@ -389,9 +390,97 @@ def test_logits_scores_and_states_are_those_of_the_accepted_path():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
 def test_a_path_longer_than_a_window_is_refused():
     rig = known("gemma2")
-    tall = Tree(tuple(range(WINDOW)))
+    tall = KnownTree(((1,),), Tree(tuple(range(WINDOW))))
     with pytest.raises(UnsupportedError, match="sliding window of 8"):
-        Rig("gemma2", KnownTree(((1,),), tall)).engine.builder.tree(WINDOW)
+        Rig("gemma2", tall).engine.builder.tree(WINDOW)
     assert rig.engine.builder.tree(0) is None
+    with pytest.raises(UnsupportedError, match="sliding window of 8"):
+        specc.compile(loaded("gemma2"), method=tall, block=WINDOW, backend="eager", max_length=40)
+    report = specc.check(loaded("gemma2"), method=tall, block=WINDOW, probe=False)
+    assert [f.subject for f in report.findings if f.effect == "stops"] == ["pair"]
+
+
+@dataclass(frozen=True)
+class Odd(KnownTree):
+    """Declares a tree, or drafts, as a test says."""
+
+    declared: Any = BUSHY
+    drafted: Any = None
+
+    def tree(self, block: int) -> Any:
+        return self.declared
+
+    def draft(self, context: MethodContext) -> Any:
+        return super().draft(context) if self.drafted is None else self.drafted(context)
+
+
+def compile_odd(**changes: Any) -> Any:
+    return specc.compile(
+        loaded(), method=Odd(((1,),), BUSHY, **changes), block=9, backend="eager", max_length=40
+    )
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"),
+    [
+        (Tree((0,) * 8), "8 drafts instead"),
+        (Tree((0,) * 10), "10 drafts"),
+        (None, "NoneType"),
+        ((0, 0), "tuple"),
+    ],
+)
+def test_a_tree_that_is_none_or_of_another_size_is_refused(declared, says):
+    with pytest.raises(UnsupportedError, match=says):
+        compile_odd(declared=declared)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "says"),
+    [
+        (lambda c: Draft(c.length.new_zeros(1, 4)), r"\[1, 4\]"), (lambda c: Draft(torch.zeros(1, 9)), "float32"),
+        (lambda c: Draft(c.length.new_zeros(9)), r"\[9\]"), (lambda c: c.length.new_zeros(1, 9), "no Draft but"),
+        (lambda c: None, "NoneType"), (lambda c: Draft(c.length.new_zeros(1, 1)), r"\[1, 1\]"),
+    ],
+)  # fmt: skip
+def test_drafts_of_another_shape_are_refused(drafted, says):
+    with pytest.raises(UnsupportedError, match=says):
+        compile_odd(drafted=drafted).inspect()
+
+
+def test_what_a_tree_cannot_do_without_cannot_be_disabled():
+    with pytest.raises(UnsupportedError, match="follow_tree"):
+        specc.compile(
+            loaded(), method=KnownTree(((1,),), BUSHY), block=9, backend="eager", max_length=40,
+            disable_passes=["follow_tree"],
+        )  # fmt: skip
+    plain = specc.compile(
+        loaded(), method="ngram", block=2, backend="eager", max_length=40, disable_passes=["follow_tree"]
+    )
+    assert plain.reach == 2
+    with pytest.raises(UnsupportedError, match="bitwise"):
+        specc.compile(loaded(), method=KnownTree(((1,),), BUSHY), block=9, backend="eager", exact="bitwise")
+
+
+def test_a_missing_draft_takes_out_its_branch_on_the_device_and_on_the_host():
+    def holed(context: MethodContext) -> Draft:
+        drafts = KnownTree.draft(rig.method.inner, context).tokens
+        return Draft(torch.cat([drafts[:, :1] * 0 - 1, drafts[:, 1:]], 1))
+
+    @dataclass(frozen=True)
+    class Holed(KnownTree):
+        inner: Any = None
+
+        def draft(self, context: MethodContext) -> Draft:
+            return holed(context)
+
+    inner = known("llama", Tree((0, 1, 0))).method
+    rig = Rig("llama", Holed(inner.texts, inner.shape, inner=inner), slots=3, capacity=80)
+    found = [stats(rig, 3, **more).stats for more in ({}, {"logits_processor": [lambda ids, scores: scores]})]
+    assert found[0].drafted == found[1].drafted > 0
+    assert found[0].drafted_at == found[1].drafted_at
+    assert len(found[0].drafted_at) == 1, "the branch of two hangs on the missing draft"

@@ -19,7 +19,7 @@ from specc.device import DeviceInfo
 from specc.errors import InputError
 from specc.pipeline import PassReport
 from specc.step import Shape, StepKey
-from specc.tree import MOST_NODES, Tree
+from specc.tree import MOST_DRAFTS, Tree
 
 NAME = "manifest.json"
 TEXT = "graph.txt"  # the main step, for people
@@ -231,7 +231,7 @@ def read_manifest(document: Fields, versions: tuple[str, str], files: Mapping[st
 
 
 def _read_tree(document: Fields) -> Tree:
-    parents = document.wholes("tree", 0, MOST_NODES)
+    parents = document.wholes("tree", 0, MOST_DRAFTS)
     try:
         return Tree(parents)
     except InputError as error:

@@ -26,7 +26,7 @@ from specc.benchmark.measure import (
 )
 from specc.benchmark.plots import draw, require_plots
 from specc.benchmark.report import BenchReport
-from specc.contracts import AcceptRule, Method
+from specc.contracts import AcceptRule, Method, drafts_with
 from specc.device import describe, measure_bandwidth
 from specc.errors import InputError, UnsupportedError
 from specc.models.load import LoadedModel
@@ -167,12 +167,12 @@ def _capacity(target: LoadedModel, tasks: Sequence[Task], options: BenchOptions)
 
 
 def _drafter_for(name: str, drafter: Any, chosen: Sequence[str | Method]) -> Any:
-    """Return the drafter of a method out of one drafter or a mapping."""
+    """Return the drafter of a method out of one drafter or a mapping; methods of one kind of drafter can share it."""
     if isinstance(drafter, Mapping):
         return drafter.get(name)
-    needing = {m.name for m in chosen if not isinstance(m, str) and m.needs_drafter}
-    needing |= {"draft_model"} if "assisted" in chosen else set()
-    if drafter is not None and len(needing) > 1:
+    needing = {m.name: drafts_with(m) for m in chosen if not isinstance(m, str) and m.needs_drafter}
+    needing |= {"draft_model": "draft_model"} if "assisted" in chosen else {}
+    if drafter is not None and len(set(needing.values())) > 1:
         raise InputError(
             "drafter", str(drafter), f"a drafter per method, since {', '.join(sorted(needing))} need one each"
         )

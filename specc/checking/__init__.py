@@ -18,7 +18,7 @@ from specc.checking.report import Finding, Probe, Reading, Report
 from specc.contracts import DrafterBundle, Method
 from specc.errors import ArtifactError, SpeccError, UnsupportedError
 from specc.models.load import LoadedModel, load_target
-from specc.pairing import default_block, find_drafter
+from specc.pairing import default_block, find_drafter, reasons_against
 from specc.prompts import Prompt, built_in_prompts, read_prompts, suits
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,13 @@ def check_pair(
     folder = look(path) if path is not None else None
     bundle = _load(chosen, target, drafter, folder, findings)
     measured = None
+    info = None if bundle is None else bundle.info
+    wanted = default_block(chosen, info) if block is None else block
+    if bundle is not None or not any(f.effect == "stops" for f in findings):
+        reasons = reasons_against(chosen, target.info, info, wanted)
+        findings += [Finding("stops", "pair", reason) for reason in reasons]
     if bundle is not None:
         facts["drafter"] = _drafter_facts(bundle)
-        wanted = default_block(chosen, bundle.info) if block is None else block
-        findings += [
-            Finding("stops", "pair", reason) for reason in chosen.reject(target.info, bundle.info, wanted)
-        ]
         findings += pair_findings(chosen, target, bundle, folder, path)
         if live and not any(f.effect == "stops" for f in findings):
             measured = _measure(

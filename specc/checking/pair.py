@@ -10,7 +10,7 @@ import torch
 
 from specc.checking.folder import FolderFacts
 from specc.checking.report import Effect, Finding
-from specc.contracts import DrafterBundle, Method, drafts_with
+from specc.contracts import DrafterBundle, DraftsTree, Method, drafts_with
 from specc.drafters.layers import RopeConfig
 from specc.errors import SpeccError
 from specc.models.generation import tokenizer_difference
@@ -143,7 +143,7 @@ def _block(method: Method, bundle: DrafterBundle) -> Iterator[Item]:
         proposed = bundle.info.proposed
         asked = f", its makers propose {proposed}" if proposed not in (None, made) else ""
         yield "note", "block", f"made to draft {made} tokens per step{asked}; fewer work too, more do not"
-    elif bundle.info.block is not None:
+    elif bundle.info.block is not None and not isinstance(method, DraftsTree):
         yield "note", "block", f"its maker proposes {bundle.info.block} tokens per step"
 
 

@@ -43,6 +43,7 @@ def probe(
     """
     capacity = min(max(p.shape[0] for p in prompts) + new_tokens + block + 2, target.info.max_position)
     texts: list[Tensor] = []
+    reach = block
     counts: list[Tensor] = []
     shifts: list[tuple[int, tuple[int, ...]]] = []
     for shift in (0, -1, 1):
@@ -50,6 +51,7 @@ def probe(
         if shifted is None:
             continue
         compiled = compile_step(shifted, method=method, block=block, batch=SLOTS, max_length=capacity)
+        reach = compiled.reach
         texts = texts or _answers(compiled, prompts, new_tokens)
         counts.append(_count(compiled, prompts, texts))
         shifts.append((shift, shifted.info.taps))
@@ -58,7 +60,7 @@ def probe(
     if isinstance(ids, Tensor):
         answers = torch.cat([text[p.shape[0] :] for p, text in zip(prompts, texts, strict=True)])
         outside = float((~torch.isin(answers, ids.cpu())).float().mean())
-    readings = [_reading(*s, count, counts[0], block) for s, count in zip(shifts, counts, strict=True)]
+    readings = [_reading(*s, count, counts[0], reach) for s, count in zip(shifts, counts, strict=True)]
     return Probe(len(prompts), block, tuple(readings), outside)
 
 
@@ -90,7 +92,7 @@ def _count(compiled: Compiled, prompts: Sequence[Tensor], texts: Sequence[Tensor
     places = [
         (number, at) for number, text in enumerate(texts) for at in range(prompts[number].shape[0], len(text))
     ]
-    reach = compiled.block + 2
+    reach = compiled.reach + 2
     requests = (
         Request(texts[number][:at], min(at + reach, compiled.max_length), key=index)
         for index, (number, at) in enumerate(places)
@@ -119,10 +121,10 @@ def pad_left(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _reading(shift: int, taps: tuple[int, ...], counts: Tensor, own: Tensor, block: int) -> Reading:
-    shares = [_mean(counts > index, block) for index in range(block)]
-    accepted, error = _mean(counts, block)
-    gain, gain_error = _mean(counts - own, block)
+def _reading(shift: int, taps: tuple[int, ...], counts: Tensor, own: Tensor, reach: int) -> Reading:
+    shares = [_mean(counts > index, reach) for index in range(reach)]
+    accepted, error = _mean(counts, reach)
+    gain, gain_error = _mean(counts - own, reach)
     return Reading(
         shift,
         taps,
@@ -136,9 +138,9 @@ def _reading(shift: int, taps: tuple[int, ...], counts: Tensor, own: Tensor, blo
     )
 
 
-def _mean(values: Tensor, block: int) -> tuple[float, float]:
-    """Return the mean and its standard error; neighbours share drafts, so a block of places counts as one."""
-    groups = torch.stack([part.double().mean() for part in values.split(block + 1)])
+def _mean(values: Tensor, reach: int) -> tuple[float, float]:
+    """Return the mean and its standard error; neighbours share drafts, so the places of a step count as one."""
+    groups = torch.stack([part.double().mean() for part in values.split(reach + 1)])
     error = float(groups.std()) / math.sqrt(len(groups)) if len(groups) > 1 else float("inf")
     return float(values.double().mean()), error
 

@@ -52,13 +52,16 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 
-def read_drafter(path: str | Path, target: ModelInfo, method: str | None = None) -> DrafterBundle:
+def read_drafter(
+    path: str | Path, target: ModelInfo, method: str | None = None, *, asked: str | None = None
+) -> DrafterBundle:
     """Read the drafter in a folder for a target; its content decides the layout and the method.
 
     Args:
         path: A folder with config.json and safetensors.
         target: The model it will draft for.
-        method: The method the caller means to use; another one in the folder is refused.
+        method: The method whose drafter is wanted; another one in the folder is refused.
+        asked: What to call the method in an error, where it takes another's drafters.
     """
     folder = Folder(Path(path))
     found = [layout for layout in LAYOUTS if layout.recognise(folder.config, folder.names)]
@@ -72,7 +75,7 @@ def read_drafter(path: str | Path, target: ModelInfo, method: str | None = None)
     bundle = found[0].read(folder, target)
     if method is not None and bundle.info.method != method:
         raise UnsupportedError(
-            f"method {method!r} cannot use {path}",
+            f"method {(asked or method)!r} cannot use {path}",
             [f"the folder holds a {bundle.info.method!r} drafter in the {found[0].name} layout"],
             f"Use method={bundle.info.method!r}, or another drafter.",
         )

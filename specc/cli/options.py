@@ -18,7 +18,9 @@ Model = Annotated[
 ]
 Method = Annotated[
     str,
-    typer.Option(help="Drafting method: plain, ngram, draft_model, eagle3, mtp, dflash, dspark, dflash2."),
+    typer.Option(
+        help="Drafting method: plain, ngram, draft_model, eagle3, eagle3_tree, mtp, dflash, dspark, dflash2."
+    ),
 ]
 Drafter = Annotated[
     str | None,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo
 from specc.methods.eagle3 import Eagle3, rows_step
 from specc.methods.tree import draft_tree
-from specc.tree import MOST_NODES, Tree, likeliest_tree
+from specc.tree import MOST_DRAFTS, Tree, likeliest_tree
 
 # How often the text was the drafter's likeliest, second likeliest .. token, given that all before it in the path was
-# right: measured with the shipped EAGLE-3 drafter on answers that it was not trained on. Only their order of size
-# matters to the shape, and that hardly differs between drafters.
+# right: measured with the shipped EAGLE-3 drafter on answers that it was not trained on. How much likelier each rank is
+# than the next makes the shape; other drafters differ in the first number more than in those.
 _RANKS = (0.58, 0.10, 0.043, 0.024, 0.016, 0.012, 0.009, 0.007, 0.006, 0.005)
 
 
@@ -39,12 +39,14 @@ class Eagle3Tree(Eagle3):
 
     def reject(self, target: ModelInfo, drafter: DrafterInfo | None, block: int) -> tuple[str, ...]:
         reasons = super().reject(target, drafter, block)
-        if block > MOST_NODES:
-            reasons += (f"block is {block}; a tree has at most {MOST_NODES} drafts",)
+        if block > MOST_DRAFTS:
+            reasons += (f"block is {block}; a tree has at most {MOST_DRAFTS} drafts",)
         if self.height < 1:
             reasons += (f"height is {self.height}; at least 1",)
         if self.draft_attention_window is not None:
             reasons += ("a tree has no draft_attention_window",)
+        if not reasons and (room := len(self.tree(block).parents)) < block:
+            reasons += (f"a tree of height {self.height} has room for {room} drafts, block is {block}",)
         return reasons
 
     def tree(self, block: int) -> Tree:

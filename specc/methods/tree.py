@@ -47,7 +47,7 @@ def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
         token = torch.stack([drafts[node] for node in parents], 1)
         position = (newest + depth)[:, None].expand(-1, width)
         place = newest[:, None] + table(parents, device)
-        inside = (position < limit) & (newest >= 0)[:, None] & (place < context.capacity)
+        inside = (position < limit) & (newest >= 0)[:, None] & (place < context.capacity) & (token >= 0)
         cache_row = context.cache_rows(place, inside & context.running[:, None])
         slot = torch.arange(slots, device=device)[:, None].expand_as(place)
         path = table([tree.paths[node] for node in parents], device).expand(slots, -1)

@@ -159,6 +159,13 @@ def max_position(module: nn.Module) -> int | None:
     return None
 
 
+def shortest_window(info: ModelInfo) -> int | None:
+    """Return the sliding window of a model whose layers have one, by its configuration; None = all see everything."""
+    window, kinds = info.config.get("sliding_window"), info.config.get("layer_types")
+    slides = "sliding_attention" in kinds if kinds else info.config.get("use_sliding_window", True)
+    return int(window) if isinstance(window, int) and slides else None
+
+
 def _head_dim(config: Any, heads: int) -> int:
     if getattr(config, "qk_head_dim", None) or getattr(config, "qk_rope_head_dim", None):
         # multi-head latent attention: a query is a part with rope and a part without

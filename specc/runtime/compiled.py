@@ -90,6 +90,12 @@ class Compiled:
         return self.engine.capacity
 
     @property
+    def reach(self) -> int:
+        """The most drafts that a step can accept: the block, or the height of a tree."""
+        tree = self.engine.builder.tree(self.block)
+        return self.block if tree is None else tree.height
+
+    @property
     def batch(self) -> int:
         """Sequences that run at once; more are queued."""
         return self.engine.slots

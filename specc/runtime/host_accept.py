@@ -140,7 +140,10 @@ class _Judge:
 
     def _run_tree(self, tree: Tree) -> _Judged:
         """Say a token at each node and go on to the child that says the same; nothing is judged: drafts are certain."""
-        depths = [tree.depths[i + 1] for i, draft in enumerate(self._drafts) if draft >= 0]
+        none = sum(1 << i for i, draft in enumerate(self._drafts) if draft < 0)
+        depths = [
+            tree.depths[node] for node in range(tree.nodes) if self._drafts and not tree.paths[node] & none
+        ]
         out = _Judged([], 0, max(depths, default=0), RUNNING, False, [], [])
         constraint, node = self._own.constraint, 0
         while out.finish == RUNNING:

@@ -29,7 +29,7 @@ class AcceptedPath:
     tokens: Tensor  # int64 [slots, height + 1] the count + 1 emitted tokens, padded with -1
     drafted: Tensor  # int64 [slots] the depth down to which there were drafts
     broken: Tensor  # bool [slots] the last emitted token comes from a row of NaN or nothing but -inf
-    path: Tensor  # int64 [slots, height + 1] the node at each depth; behind ``count`` the last one again
+    path: Tensor  # int64 [slots, height + 1] the node at each depth; behind ``count`` any node
 
 
 def accept_tree(

@@ -17,7 +17,7 @@ import specc
 from specc import cli
 from specc.artifact.package import Package
 from specc.errors import ArtifactError, InputError
-from specc.loading import load
+from specc.loading import inspect_package, load
 from specc.runtime.compiled import Compiled
 from tests import oracles
 from tests.packages import repack
@@ -130,6 +130,17 @@ def test_a_wrong_tree_is_refused(folder: Path, tmp_path: Path, parents: list[Any
     )
     with pytest.raises(ArtifactError, match=says):
         load(path, device="cpu", backend="eager")
+
+
+def test_a_tree_where_there_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    summary = inspect_package(package("eagle3_tree", folder)).to_dict()
+    assert summary["tree"] == list(original("eagle3_tree").engine.builder.tree(5).parents)
+    gone = repack(package("eagle3_tree", folder), tmp_path / "x.specc", manifest=lambda m: m.pop("tree"))
+    with pytest.raises(ArtifactError, match=r"tree|record"):
+        load(gone, device="cpu", backend="eager")
+    more = repack(package("eagle3", folder), tmp_path / "y.specc", manifest=lambda m: m.update(tree=[0, 1]))
+    with pytest.raises(ArtifactError, match="tree: found a tree, expected what method eagle3 drafts"):
+        load(more, device="cpu", backend="eager")
 
 
 @pytest.mark.parametrize("method", ["dspark", "mtp", "eagle3_tree"])

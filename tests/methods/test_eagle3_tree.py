@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import specc
 from specc.backends.eager import Eager
 from specc.build import Drafter, StepBuilder, make_target
 from specc.contracts import DrafterInfo, DraftsTree, ModelInfo
+from specc.errors import UnsupportedError
 from specc.methods import METHODS
 from specc.methods.eagle3 import Eagle3
 from specc.methods.eagle3_tree import Eagle3Tree
@@ -173,3 +175,22 @@ def test_it_takes_an_eagle3_drafter_and_refuses_what_it_cannot_do():
     assert method.reject(info, None, 3)
     assert Eagle3Tree(height=0).reject(info, drafter, 3)
     assert Eagle3Tree(draft_attention_window=4).reject(info, drafter, 3)
+    assert "has room for 10 drafts" in Eagle3Tree(height=1).reject(info, drafter, 15)[0]
+
+
+def test_taps_cannot_be_disabled():
+    target, drafter = oracles.folder("targets/llama"), oracles.folder("drafters/eagle3-spec")
+    given = {"method": "eagle3", "backend": "eager", "max_length": 40, "disable_passes": ["insert_taps"]}
+    with pytest.raises(UnsupportedError, match="insert_taps"):
+        specc.compile(str(target), str(drafter), **given)
+
+
+def test_check_reads_a_tree_by_depth_and_names_the_method_that_was_asked_for():
+    target, drafter = oracles.folder("targets/llama"), oracles.folder("drafters/eagle3-spec")
+    report = specc.check(str(target), str(drafter), method="eagle3_tree", block=7, max_new_tokens=12)
+    assert report.works
+    assert report.probe is not None
+    assert len(report.probe.readings[0].acceptance) == METHODS["eagle3_tree"].tree(7).height < 7
+    assert not [f for f in report.findings if f.subject == "block"]
+    with pytest.raises(UnsupportedError, match="method 'eagle3_tree' cannot use"):
+        specc.compile(str(target), str(oracles.folder("drafters/dspark-spec-vanilla")), method="eagle3_tree")
