@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -303,6 +303,26 @@ def test_coupled_text_is_plain_decodings_under_every_setting(name):
     assert plain != own_text("llama", PROMPTS, COUNT)
     assert generate(rig.at(9), PROMPTS, COUNT, **given) == plain
     assert stats(rig, **given).stats.accepted > 3
+
+
+def test_equal_siblings_are_followed_in_all_their_branches():
+    """Two branches begin alike and one goes on rightly: it is kept on the device and on the host."""
+
+    @dataclass(frozen=True)
+    class Twice(KnownTree):
+        def draft(self, context: MethodContext) -> Draft:
+            context = replace(context, tree=Tree((0, 1, 2)))
+            right = KnownTree.draft(replace(self, shape=Tree((0, 1, 2))), context).tokens
+            wrong = (right[:, 1:] + 1) % context.vocab
+            return Draft(torch.cat([right[:, :1], wrong, right], 1))
+
+    rig = known("llama", Tree((0, 1, 2, 0, 4, 5)))
+    method = Twice(rig.method.texts, rig.method.shape)
+    twice = Rig("llama", method, slots=3, capacity=80)
+    expected = own_text("llama", PROMPTS, COUNT)
+    for more in ({}, {"logits_processor": [lambda ids, scores: scores]}, {"repetition_penalty": 1.0001}):
+        assert generate(twice.at(6), PROMPTS, COUNT, eos_token_id=None, **more) == expected
+        assert stats(twice, 6, **more).stats.mean_accepted_length > 2.5
 
 
 def test_ratio_text_does_not_depend_on_the_tree():

@@ -1,11 +1,18 @@
-"""EAGLE-3 with a tree of drafts: several guesses for each position, for few sequences at a time (methods.md 2.7)."""
+"""EAGLE-3 with a tree of drafts: several guesses for each position, for few sequences at a time (methods.md 2.7).
+
+One branch of the tree is copied from where the text's newest tokens stood before, as `ngram` drafts: it costs rows and
+no pass of the drafter, and where an answer repeats its prompt it is right further than any drafter.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from specc.contracts import Draft, DrafterInfo, MethodContext, ModelInfo
 from specc.methods.eagle3 import Eagle3, rows_step
+from specc.methods.ngram import lookup
 from specc.methods.tree import draft_tree
 from specc.tree import MOST_DRAFTS, Tree, likeliest_tree
 
@@ -13,6 +20,8 @@ from specc.tree import MOST_DRAFTS, Tree, likeliest_tree
 # right: measured with the shipped EAGLE-3 drafter on answers that it was not trained on. How much likelier each rank is
 # than the next makes the shape; other drafters differ in the first number more than in those.
 _RANKS = (0.58, 0.10, 0.043, 0.024, 0.016, 0.012, 0.009, 0.007, 0.006, 0.005)
+
+_MAX_NGRAM = 3  # as `ngram`
 
 
 @dataclass(frozen=True)
@@ -23,14 +32,16 @@ class Eagle3Tree(Eagle3):
     for memory, and few sequences. Drafts are point masses: sampled text is exact under both rules.
 
     Attributes:
-        height: The most drafts in a row; each but the first is a pass of the drafter.
+        height: The most drafts of the drafter in a row; each but the first is one pass of it.
+        copies: Drafts of the block that are copied from earlier text; None = two in five, at most 8.
     """
 
     name: str = "eagle3_tree"
     default_block: int = (
         15  # 16 rows are the most that cost hardly more than one on a CPU (the weights are read once)
     )
-    height: int = 5
+    height: int = 4
+    copies: int | None = None
 
     @property
     def drafts_with(self) -> str:
@@ -45,14 +56,29 @@ class Eagle3Tree(Eagle3):
             reasons += (f"height is {self.height}; at least 1",)
         if self.draft_attention_window is not None:
             reasons += ("a tree has no draft_attention_window",)
+        if not 0 <= self._copied(block) < max(block, 1):
+            reasons += (f"copies is {self.copies}; 0 or more, and fewer than the block, which is {block}",)
         if not reasons and (room := len(self.tree(block).parents)) < block:
             reasons += (f"a tree of height {self.height} has room for {room} drafts, block is {block}",)
         return reasons
 
     def tree(self, block: int) -> Tree:
         """Return the shape of a draft of ``block`` tokens, 1 or more."""
-        return likeliest_tree(block, _RANKS, self.height)
+        copied = self._copied(block)
+        own = likeliest_tree(block - copied, _RANKS, self.height)
+        # The copied drafts are a chain from the anchor, behind all others.
+        chain = (0, *range(own.nodes, own.nodes + copied - 1)) if copied else ()
+        return Tree((*own.parents, *chain))
 
     def draft(self, context: MethodContext) -> Draft:
         assert context.tree is not None, "the spine gives a tree to a method that declares one"
-        return draft_tree(context, rows_step(context), context.tree)
+        copied = self._copied(context.block)
+        own = Tree(context.tree.parents[: context.block - copied])
+        drafts = draft_tree(context, rows_step(context), own).tokens
+        if copied:
+            found, exists = lookup(context.tokens, context.length, copied, _MAX_NGRAM, "recent")
+            drafts = torch.cat([drafts, torch.where(exists, found, -1)], 1)
+        return Draft(drafts)
+
+    def _copied(self, block: int) -> int:
+        return min(2 * block // 5, 8) if self.copies is None else self.copies

@@ -139,24 +139,28 @@ class _Judge:
         return out
 
     def _run_tree(self, tree: Tree) -> _Judged:
-        """Say a token at each node and go on to the child that says the same; nothing is judged: drafts are certain."""
+        """Say a token at each node and go on to the children that say the same: drafts are certain, so none is judged."""
         none = sum(1 << i for i, draft in enumerate(self._drafts) if draft < 0)
         depths = [
             tree.depths[node] for node in range(tree.nodes) if self._drafts and not tree.paths[node] & none
         ]
         out = _Judged([], 0, max(depths, default=0), RUNNING, False, [], [])
-        constraint, node = self._own.constraint, 0
+        constraint, alike = self._own.constraint, [0]  # nodes whose paths are the text so far: siblings may be equal
         while out.finish == RUNNING:
+            node = alike[0]
             mask = mask_rows(constraint, (), self._logits.shape[1])[0] if constraint is not None else None
             scores = self._scores(node, mask)
             token, _, broken = self._decide(scores, node, None)
-            said = [c for c in tree.children[node] if self._drafts and self._drafts[c - 1] == token]
-            is_kept = bool(said) and not broken
+            following = [c for n in alike for c in tree.children[n] if self._drafts and self._drafts[c - 1] == token]
+            is_kept = bool(following) and not broken
             out.accepted += is_kept
             self._take(out, node, token, scores, broken=broken)
             if not is_kept:
                 break
-            node = said[0]
+            alike = following
+        # K/V and states are those of one path: the last node's.
+        last = alike[0] if len(out.tokens) > tree.depths[alike[0]] else tree.parents[alike[0] - 1]
+        out.rows = [0, *(n for n in range(1, tree.nodes) if tree.paths[last] >> (n - 1) & 1)]
         return out
 
     def _take(self, out: _Judged, row: int, token: int, scores: Tensor, *, broken: bool) -> None:

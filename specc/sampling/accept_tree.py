@@ -36,7 +36,9 @@ def accept_tree(
     logits: Tensor, drafts: Tensor, tree: Tree, *, temperature: Tensor | None = None, seed: Tensor | None = None,
     length: Tensor | None = None, rule: AcceptRule | Tensor = "ratio", raw: Tensor | None = None,
 ) -> AcceptedPath:  # fmt: skip
-    """Walk from the anchor to the child that the target says, as long as there is one.
+    """Keep the longest path on which the target says every draft itself; of equal ones that of the first node.
+
+    Siblings may be the same token: they were drafted in different ways, and go on differently.
 
     Args:
         logits: float32 [slots, nodes, vocab], after all warpers (temperature included).
@@ -48,24 +50,19 @@ def accept_tree(
     choice, sound = _choices(logits, tree, temperature, seed, length, rule)
     fallback = logits if raw is None else raw
     fallback = torch.where(fallback.isnan(), float("-inf"), fallback).argmax(-1)
-    parents = table(tree.parents, device)
-    node = torch.zeros_like(drafts[:, 0])
-    going = torch.ones_like(node, dtype=torch.bool)
-    path, count = [node], torch.zeros_like(node)
-    for _ in range(tree.height):
-        said = choice.gather(1, node[:, None])
-        hit = (parents == node[:, None]) & (drafts == said) & (drafts >= 0)
-        going = going & hit.any(1) & sound.gather(1, node[:, None])[:, 0]
-        node = torch.where(going, hit.long().argmax(1) + 1, node)
-        count = count + going
-        path.append(node)
-    nodes = torch.stack(path, 1)
-    emitted = torch.where(sound, choice, fallback).gather(1, nodes)
-    kept = torch.arange(tree.height + 1, device=device) <= count[:, None]
-    there = ((drafts >= 0)[:, None] | ~tree.on_path(device)).all(-1)
-    drafted = (table(tree.depths, device) * there).amax(1)
+    parents, depths, on_path = table(tree.parents, device), table(tree.depths, device), tree.on_path(device)
+    # Whether the target says each node's token at its parent; then, whether so of every node on its path.
+    said = (drafts == choice[:, parents]) & sound[:, parents] & (drafts >= 0)
+    whole = (said[:, None] | ~on_path).all(-1)
+    count, node = (depths * whole).max(1)
+    depth = torch.arange(tree.height + 1, device=device)
+    step = on_path[node][:, None] & (depths[1:] == depth[:, None])  # [slots, depths, drafts]
+    path = torch.where(step.any(-1), step.long().argmax(-1) + 1, 0)
+    emitted = torch.where(sound, choice, fallback).gather(1, path)
+    there = ((drafts >= 0)[:, None] | ~on_path).all(-1)
+    drafted = (depths * there).amax(1)
     broken = ~sound.gather(1, node[:, None])[:, 0]
-    return AcceptedPath(count, torch.where(kept, emitted, -1), drafted, broken, nodes)
+    return AcceptedPath(count, torch.where(depth <= count[:, None], emitted, -1), drafted, broken, path)
 
 
 def _choices(

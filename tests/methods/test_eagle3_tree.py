@@ -34,6 +34,7 @@ NEW = 48
 class Shaped(Eagle3Tree):
     """A tree of a shape that a test chooses."""
 
+    copies: int | None = 0
     shape: Tree = SHAPE
 
     def tree(self, block: int) -> Tree:
@@ -74,7 +75,7 @@ def test_every_node_drafts_what_a_chain_would_after_its_path(layers, changes):
     for slot, text in enumerate(texts):
         driver.prefill(slot, text)
     with torch.no_grad():
-        drafts = Eagle3Tree().draft(replace(driver.context(), tree=SHAPE)).tokens
+        drafts = Eagle3Tree(copies=0).draft(replace(driver.context(), tree=SHAPE)).tokens
         for line in lines(SHAPE):
             given = drafts[:, [node - 1 for node in line]]
             # One more draft than the path has nodes: the chain runs a row only where another draft follows.
@@ -92,20 +93,20 @@ def test_nodes_without_a_row_or_an_id_are_no_drafts():
     text = random_text(2)
     driver.prefill(0, text)  # 10 committed tokens: true rows up to 8, so row 8 + node must be below 14
     with torch.no_grad():
-        drafts = Eagle3Tree().draft(replace(driver.context(), tree=SHAPE)).tokens[0]
+        drafts = Eagle3Tree(copies=0).draft(replace(driver.context(), tree=SHAPE)).tokens[0]
     has_row = [8 + parent < 14 for parent in SHAPE.parents]
     assert [token >= 0 for token in drafts.tolist()] == has_row
     assert not all(has_row)
     driver.length[0] = 1
     with torch.no_grad():
-        drafts = Eagle3Tree().draft(replace(driver.context(), tree=SHAPE)).tokens[0]
+        drafts = Eagle3Tree(copies=0).draft(replace(driver.context(), tree=SHAPE)).tokens[0]
     assert drafts.tolist() == [-1] * 10
     few = random_drafter(1, vocab=3, draft_vocab=3)
     driver = driver_of(few, slots=1, block=5)
     driver.prefill(0, replace(text, ids=text.ids % 3))
     star = Tree((0,) * 5)
     with torch.no_grad():
-        drafts = Eagle3Tree().draft(replace(driver.context(), tree=star)).tokens[0]
+        drafts = Eagle3Tree(copies=0).draft(replace(driver.context(), tree=star)).tokens[0]
     assert sorted(drafts[:3].tolist()) == [0, 1, 2]
     assert drafts[3:].tolist() == [-1, -1]
 
@@ -136,7 +137,7 @@ def run(method: Any, block: int, name: str, slots: int = 2) -> tuple[list[list[i
 def test_text_is_the_oracles_and_a_tree_accepts_more_than_its_chain(name):
     reference = oracles.reference(name)
     chain, chain_counts = run(Eagle3(), 4, name)
-    tree, tree_counts = run(Eagle3Tree(height=4), 15, name)
+    tree, tree_counts = run(Eagle3Tree(copies=0), 15, name)
     for index, prompt in enumerate(reference.info["prompts"]):
         begin = prompt["prompt_length"]
         assert tree[index] == chain[index] == reference[f"p{index}.ids"][begin : begin + NEW].tolist()
@@ -175,7 +176,34 @@ def test_it_takes_an_eagle3_drafter_and_refuses_what_it_cannot_do():
     assert method.reject(info, None, 3)
     assert Eagle3Tree(height=0).reject(info, drafter, 3)
     assert Eagle3Tree(draft_attention_window=4).reject(info, drafter, 3)
-    assert "has room for 10 drafts" in Eagle3Tree(height=1).reject(info, drafter, 15)[0]
+    assert "has room for 10 drafts" in Eagle3Tree(height=1, copies=0).reject(info, drafter, 15)[0]
+    assert Eagle3Tree(copies=3).reject(info, drafter, 3)
+    assert Eagle3Tree(copies=-1).reject(info, drafter, 3)
+
+
+def test_a_branch_is_copied_where_the_text_repeats():
+    """A text that goes round in a circle is copied whole, whatever the drafter says; the rest of the tree is its own."""
+    automaton.make_wander(0.0)
+    model, bundle = automaton.target(), automaton.drafter("eagle3")
+    info = model.info
+    method = Eagle3Tree(height=2, copies=6)
+    shape = method.tree(9)
+    assert shape.parents[3:] == (0, 4, 5, 6, 7, 8)
+    builder = StepBuilder(
+        make_target(model.module, info), method, Drafter(bundle.info, bundle.module), Shape(2, 64, automaton.VOCAB)
+    )
+    scheduler = Scheduler(Engine(builder, Eager(), feed=32), 9, "ratio")
+    prompts = [automaton.circle(0, 20), automaton.circle(4, 7)]  # once round, and less than once
+    requests = [Request(torch.tensor(p), limit=len(p) + 30, key=i) for i, p in enumerate(prompts)]
+    counts: list[list[int]] = [[], []]
+    texts: list[list[int]] = [[], []]
+    for progress in scheduler.run(iter(requests), Stats()):
+        texts[progress.request.key] += progress.record.tokens
+        counts[progress.request.key].append(progress.record.accepted)
+    assert texts == [automaton.circle(20, 30), automaton.circle(11, 30)]
+    assert set(counts[0][1:-1]) == {6}, "its first draft is the drafter's too: the longer of equal branches is kept"
+    assert counts[1][1:3] == [2, 2], "nothing to copy yet"
+    assert counts[1][-2] == 6
 
 
 def test_taps_cannot_be_disabled():
