@@ -139,19 +139,24 @@ class _Judge:
         return out
 
     def _run_tree(self, tree: Tree) -> _Judged:
-        """Say a token at each node and go on to the children that say the same: drafts are certain, so none is judged."""
+        """Say a token at each node and go on to the children that say the same: drafts are certain here."""
         none = sum(1 << i for i, draft in enumerate(self._drafts) if draft < 0)
         depths = [
             tree.depths[node] for node in range(tree.nodes) if self._drafts and not tree.paths[node] & none
         ]
         out = _Judged([], 0, max(depths, default=0), RUNNING, False, [], [])
-        constraint, alike = self._own.constraint, [0]  # nodes whose paths are the text so far: siblings may be equal
+        constraint, alike = (
+            self._own.constraint,
+            [0],
+        )  # nodes whose paths are the text so far: siblings may be equal
         while out.finish == RUNNING:
             node = alike[0]
             mask = mask_rows(constraint, (), self._logits.shape[1])[0] if constraint is not None else None
             scores = self._scores(node, mask)
             token, _, broken = self._decide(scores, node, None)
-            following = [c for n in alike for c in tree.children[n] if self._drafts and self._drafts[c - 1] == token]
+            following = [
+                c for n in alike for c in tree.children[n] if self._drafts and self._drafts[c - 1] == token
+            ]
             is_kept = bool(following) and not broken
             out.accepted += is_kept
             self._take(out, node, token, scores, broken=broken)

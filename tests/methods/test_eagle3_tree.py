@@ -182,7 +182,7 @@ def test_it_takes_an_eagle3_drafter_and_refuses_what_it_cannot_do():
 
 
 def test_a_branch_is_copied_where_the_text_repeats():
-    """A text that goes round in a circle is copied whole, whatever the drafter says; the rest of the tree is its own."""
+    """A text that goes round in a circle is copied; where there is nothing to copy the drafter's branches are kept."""
     automaton.make_wander(0.0)
     model, bundle = automaton.target(), automaton.drafter("eagle3")
     info = model.info
@@ -190,7 +190,10 @@ def test_a_branch_is_copied_where_the_text_repeats():
     shape = method.tree(9)
     assert shape.parents[3:] == (0, 4, 5, 6, 7, 8)
     builder = StepBuilder(
-        make_target(model.module, info), method, Drafter(bundle.info, bundle.module), Shape(2, 64, automaton.VOCAB)
+        make_target(model.module, info),
+        method,
+        Drafter(bundle.info, bundle.module),
+        Shape(2, 64, automaton.VOCAB),
     )
     scheduler = Scheduler(Engine(builder, Eager(), feed=32), 9, "ratio")
     prompts = [automaton.circle(0, 20), automaton.circle(4, 7)]  # once round, and less than once
@@ -201,7 +204,9 @@ def test_a_branch_is_copied_where_the_text_repeats():
         texts[progress.request.key] += progress.record.tokens
         counts[progress.request.key].append(progress.record.accepted)
     assert texts == [automaton.circle(20, 30), automaton.circle(11, 30)]
-    assert set(counts[0][1:-1]) == {6}, "its first draft is the drafter's too: the longer of equal branches is kept"
+    assert set(counts[0][1:-1]) == {6}, (
+        "its first draft is the drafter's too: the longer of equal branches is kept"
+    )
     assert counts[1][1:3] == [2, 2], "nothing to copy yet"
     assert counts[1][-2] == 6
 
