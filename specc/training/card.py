@@ -15,8 +15,8 @@ def write_card(report: Mapping[str, Any]) -> str:
         f"Trained by `specc train`. It drafts {report['block']} tokens per step for the target with fingerprint "
         f"`{report['fingerprint']}`; with any other model its acceptance is near zero. The layout is speculators'.",
         "",
-        f"- data: {report['data_tokens']} answer tokens of {report['data_answers']} prompts, all written by the target "
-        f"itself ({report['data_source']}); {report['flagged']} of {report['checked']} prompts were dropped for being "
+        f"- data: {report['data_tokens']} answer tokens, written by the target, to {report['data_answers']} prompts "
+        f"({report['data_source']}); {report['flagged']} of {report['checked']} prompts were dropped for being "
         "close to an evaluation prompt",
         f"- training: {report['steps']} steps, {report['trained_tokens']} answer tokens seen, "
         f"{report['minutes']:.1f} minutes, final loss {report['loss']:.3f}",

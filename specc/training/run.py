@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -237,6 +238,7 @@ def _report(
     trainer: Trainer, folder: Path, options: TrainOptions, calibration: Calibration | None
 ) -> dict[str, Any]:
     facts = [read_facts(p) for p in list_shards(folder)]
+    entries = [entry for f in facts for entry in f["prompts"]]
     history, last = trainer.history, trainer.history.held_out[-1]
     acceptance = last.get("acceptance") or []
     parameters = list(trainer.module.parameters())
@@ -245,7 +247,7 @@ def _report(
         "block": trainer.info.block, "taps": list(trainer.info.taps),
         "data_tokens": sum(f["answer_tokens"] for f in facts),
         "data_answers": sum(len(f["prompts"]) for f in facts),
-        "data_source": "prompts of a file" if options.prompts is not None else "prompts included",
+        "data_source": _source(entries),
         "flagged": sum(f["flagged"] for f in facts), "checked": sum(f["checked"] for f in facts),
         "steps": history.step, "trained_tokens": history.tokens, "minutes": history.seconds / 60,
         "loss": history.losses[-1] if history.losses else float("nan"), "held_out": options.held_out,
@@ -255,6 +257,13 @@ def _report(
         "calibration": asdict(calibration) if calibration is not None else None, "command": options.command,
         "history": history.held_out,
     }  # fmt: skip
+
+
+def _source(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return who wrote the prompts, each kind with its share."""
+    known = {"composed": "put together from parts", "user file": "of a file"}
+    kinds = Counter(known.get(entry["setting"].split(",")[0], "the target's own") for entry in entries)
+    return ", ".join(f"{count / len(entries):.0%} {kind}" for kind, count in kinds.most_common())
 
 
 def _rank() -> int:
