@@ -54,7 +54,9 @@ def accept_tree(
     # Whether the target says each node's token at its parent; then, whether so of every node on its path.
     said = (drafts == choice[:, parents]) & sound[:, parents] & (drafts >= 0)
     whole = (said[:, None] | ~on_path).all(-1)
-    count, node = (depths * whole).max(1)
+    order = torch.arange(tree.nodes, device=device)
+    node = (depths * whole * tree.nodes - order).argmax(1)  # all differ: no backend has a tie to break
+    count = depths[node]
     depth = torch.arange(tree.height + 1, device=device)
     step = on_path[node][:, None] & (depths[1:] == depth[:, None])  # [slots, depths, drafts]
     path = torch.where(step.any(-1), step.long().argmax(-1) + 1, 0)
