@@ -22,10 +22,8 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
     """Draft a token for every node; those without a context or past the drafter's positions come out as -1."""
     drafter, device = context.drafter, context.length.device
-    slots, newest = (
-        context.slots,
-        context.length - 2,
-    )  # the newest true row, whose output is the first to draft from
+    slots = context.slots
+    newest = context.length - 2  # the newest true row, whose output is the first to draft from
     limit = drafter.config.max_position
     limit = context.capacity if limit is None else min(limit, context.capacity)
     # With one committed token there is no feature row yet, and ``hidden`` is some earlier request's.
