@@ -37,7 +37,7 @@ class Eagle3Tree(Eagle3):
     """
 
     name: str = "eagle3_tree"
-    default_block: int = 15  # measured: docs/drafters.md has speeds by block
+    default_block: int = 10  # the fastest of 7, 10, 15 and 23 where it was measured: docs/drafters.md
     height: int = 4
     copies: int | None = None
 
