@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # A part is a module or folder directly under specc; "specc" is its __init__.py. Within a part all is free.
-_BASE = frozenset({"errors", "files", "ops", "graph", "contracts"})
+_BASE = frozenset({"errors", "files", "tree", "ops", "graph", "contracts"})
 _BUILT = _BASE | {
     "drafters",
     "methods",
@@ -32,9 +32,10 @@ _BUILT = _BASE | {
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "files": frozenset({"errors"}),
-    "ops": frozenset({"errors"}),
+    "tree": frozenset({"errors"}),  # the shape of a draft, which the operators' masks are made of
+    "ops": frozenset({"errors", "tree"}),
     "graph": frozenset({"errors", "ops"}),
-    "contracts": frozenset({"errors", "ops", "graph"}),
+    "contracts": frozenset({"errors", "tree", "ops", "graph"}),
     "drafters": _BASE,
     "passes": _BASE,
     "backends": _BASE,

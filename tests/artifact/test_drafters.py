@@ -121,7 +121,7 @@ def test_a_packages_tree_is_the_one_it_was_saved_with(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parents", "says"),
-    [([0, 1, 2, 3, 0, 0], "6 drafts"), ([0, 0, 1, 9, 1], "draft 3 continues node 9"), ([], "0 drafts"), ([0.5], "tree"),
+    [([0, 1, 2, 0, 0, 0], "6 drafts"), ([0, 0, 1, 9, 1], "draft 3 continues node 9"), ([], "0 drafts"), ([0.5], "tree"),
      ([0, 1, 2, 3, 4], "record")],
 )  # fmt: skip
 def test_a_wrong_tree_is_refused(folder: Path, tmp_path: Path, parents: list[Any], says: str) -> None:
