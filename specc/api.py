@@ -184,9 +184,7 @@ def compile(
         options.disable_passes,
         options.dump,
     )
-    builder.tree(
-        length
-    )  # refused now, not in the first step, where the trace finds a window that no setting names
+    builder.tree(length)  # the trace may find a window that the configuration does not name
     engine = Engine(builder, runner, min(bitwise.FEED_ROWS if exact else FEED_ROWS, capacity))
     if exact:
         bitwise.check_bitwise(engine, length)

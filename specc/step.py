@@ -247,11 +247,14 @@ def accept_stage(v: Values, key: StepKey, shape: Shape, tree: Tree | None = None
     if isinstance(verdict, AcceptedPath):
         out["accept.path"] = verdict.path
         extras |= {"hidden": v["verify.hidden"]} if "hidden" in key.extras else {}
-        extras = {name: along(rows, verdict.path) for name, rows in extras.items() if name in key.extras}
-    return out | {name: rows for name, rows in extras.items() if name in key.extras}
+    for name, rows in extras.items():
+        if name not in key.extras:
+            continue
+        out[name] = _along(rows, verdict.path) if isinstance(verdict, AcceptedPath) else rows
+    return out
 
 
-def along(rows: Tensor, path: Tensor) -> Tensor:
+def _along(rows: Tensor, path: Tensor) -> Tensor:
     """Return the rows [slots, nodes, width] of a path's nodes, [slots, height + 1, width]."""
     return rows.gather(1, path[..., None].expand(-1, -1, rows.shape[2]))
 
@@ -304,9 +307,10 @@ def _settle(v: Values, shape: Shape) -> None:
     source = torch.where(accepted, base + path, shape.capacity)[:, 1:]
     target = torch.where(accepted, base + depth, shape.capacity)[:, 1:]
     slot = torch.arange(shape.slots, device=path.device)[:, None].expand_as(source)
+    rows = slot.flatten(), source.flatten(), target.flatten()
     for name, cache in v.items():
         if name.startswith("cache."):
-            move_rows(cache, slot.flatten(), source.flatten(), target.flatten())
+            move_rows(cache, *rows)
 
 
 def _rule(v: Values, key: StepKey) -> AcceptRule | Tensor:

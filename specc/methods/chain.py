@@ -50,13 +50,13 @@ def draft_chain(context: MethodContext, step: Step, window: int | None) -> Draft
     # With one committed token there is no feature row yet, and ``hidden`` is some earlier request's.
     ready = context.length >= 2
     output = torch.where(ready[:, None], context.state["hidden"], 0)
-    valid = [_is_within(drafter, context, context.length - 2) & ready]
+    valid = [is_within(drafter, context, context.length - 2) & ready]
     for index in range(context.block):
         token = context.draw(drafter.head(output, context.head), index, ids=drafter.target_ids)
         if index + 1 == context.block:
             break
         position = context.length - 1 + index
-        inside = _is_within(drafter, context, position) & ready
+        inside = is_within(drafter, context, position) & ready
         cache_row = context.cache_rows(position, inside & context.running)
         first = torch.zeros_like(cache_row) if window is None else (cache_row - window + 1).clamp(min=0)
         embedding = drafter.embed(token, context.embed)
@@ -65,7 +65,7 @@ def draft_chain(context: MethodContext, step: Step, window: int | None) -> Draft
     return context.draw.draft(valid=torch.stack(valid, dim=1))
 
 
-def _is_within(drafter: Any, context: MethodContext, position: Tensor) -> Tensor:
+def is_within(drafter: Any, context: MethodContext, position: Tensor) -> Tensor:
     """Return whether rows at ``position`` are inside the cache and the drafter's own position range."""
     limit = drafter.config.max_position
     return position < (context.capacity if limit is None else min(limit, context.capacity))

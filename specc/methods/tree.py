@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specc.contracts import Draft, MethodContext
+from specc.methods.chain import is_within
 from specc.tree import Tree, table
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -24,10 +25,8 @@ def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
     drafter, device = context.drafter, context.length.device
     slots = context.slots
     newest = context.length - 2  # the newest true row, whose output is the first to draft from
-    limit = drafter.config.max_position
-    limit = context.capacity if limit is None else min(limit, context.capacity)
     # With one committed token there is no feature row yet, and ``hidden`` is some earlier request's.
-    inside = ((newest >= 0) & (newest < limit))[:, None]
+    inside = ((newest >= 0) & is_within(drafter, context, newest))[:, None]
     output = torch.where(inside, context.state["hidden"], 0)[:, None]
     drafts: dict[int, Tensor] = {}
     parents: tuple[int, ...] = (0,)
@@ -45,7 +44,8 @@ def draft_tree(context: MethodContext, step: Step, tree: Tree) -> Draft:
         token = torch.stack([drafts[node] for node in parents], 1)
         position = (newest + depth)[:, None].expand(-1, width)
         place = newest[:, None] + table(parents, device)
-        inside = (position < limit) & (newest >= 0)[:, None] & (place < context.capacity) & (token >= 0)
+        inside = is_within(drafter, context, position) & (newest >= 0)[:, None] & (token >= 0)
+        inside = inside & (place < context.capacity)
         cache_row = context.cache_rows(place, inside & context.running[:, None])
         slot = torch.arange(slots, device=device)[:, None].expand_as(place)
         path = table([tree.paths[node] for node in parents], device).expand(slots, -1)

@@ -52,7 +52,7 @@ class _Judged:
     finish: int
     fault: bool
     scores: list[Tensor]
-    rows: list[int]  # the verify row that each token comes from
+    path: list[int]  # of a tree: the node that each token comes from
 
 
 def judge(
@@ -87,7 +87,7 @@ def judge(
         record[slot, len(RECORD) :] = row
         if tree is not None:
             path = found["accept.path"]
-            path[slot, :made] = torch.tensor(judged.rows)
+            path[slot, :made] = torch.tensor(judged.path)
             for name, rows in (("logits", "verify.logits"), ("hidden", "verify.hidden")):
                 if name in found:
                     found[name][slot] = values[rows][slot, path[slot]].to(found[name].dtype)
@@ -133,7 +133,7 @@ class _Judge:
             draft = self._drafts[index] if index < len(self._drafts) else None
             token, is_kept, broken = self._decide(scores, index, draft)
             out.accepted += is_kept
-            self._take(out, index, token, scores, broken=broken)
+            self._take(out, token, scores, broken=broken)
             if not is_kept or broken:
                 break
         return out
@@ -159,21 +159,20 @@ class _Judge:
             ]
             is_kept = bool(following) and not broken
             out.accepted += is_kept
-            self._take(out, node, token, scores, broken=broken)
+            self._take(out, token, scores, broken=broken)
             if not is_kept:
                 break
             alike = following
         # K/V and states are those of one path: the last node's.
         last = alike[0] if len(out.tokens) > tree.depths[alike[0]] else tree.parents[alike[0] - 1]
-        out.rows = [0, *(n for n in range(1, tree.nodes) if tree.paths[last] >> (n - 1) & 1)]
+        out.path = [0, *(n for n in range(1, tree.nodes) if tree.paths[last] >> (n - 1) & 1)]
         return out
 
-    def _take(self, out: _Judged, row: int, token: int, scores: Tensor, *, broken: bool) -> None:
-        """Emit a token of a verify row."""
+    def _take(self, out: _Judged, token: int, scores: Tensor, *, broken: bool) -> None:
+        """Emit a token."""
         out.fault |= broken
         out.tokens.append(token)
         out.scores.append(scores[0, 0])
-        out.rows.append(row)
         if self._own.constraint is not None and not broken:
             self._own.constraint.advance(token)
         self._history = torch.cat([self._history, self._history.new_tensor([token])])
